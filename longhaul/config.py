@@ -1,0 +1,55 @@
+"""Every knob of a run, with unit, default and check. Knows no command line and no model."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .errors import ConfigError
+
+MAX_IO_THREADS = 256
+MAX_CACHE_BYTES = 2**63 - 1  # sizes cross the C API as int64
+
+_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20}) *(?:(B)|([KMGT])(?:IB)?)?")
+_ACCEPTED = "give auto, a number of GiB such as 2 or 0.5, or a size such as 512MiB or 1.5G"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Hold the knobs of a run; raises ConfigError if one has a value that cannot be used."""
+
+    cache_bytes: int | None = None  # bytes for slot tensors; None: as much as memory allows
+    n_io_threads: int = 4  # threads that read experts
+    uncached: bool = True  # read past the page cache
+    repack: bool = True  # let the CPU backend repack expert weights
+    policy: str = "lru"  # name of the eviction policy
+
+    def __post_init__(self) -> None:
+        if self.cache_bytes is not None and not 0 < self.cache_bytes <= MAX_CACHE_BYTES:
+            raise ConfigError(
+                f"cache of {self.cache_bytes} bytes cannot be used; it must be more than 0"
+                f" and at most {MAX_CACHE_BYTES}"
+            )
+        if not 1 <= self.n_io_threads <= MAX_IO_THREADS:
+            raise ConfigError(
+                f"{self.n_io_threads} read threads cannot be used; give 1 to {MAX_IO_THREADS}"
+            )
+        if not self.policy:
+            raise ConfigError("policy has no name; give one such as lru")
+
+
+def parse_cache(text: str) -> int | None:
+    """Turn a cache size as a user types it into bytes, None for auto; without a unit it is GiB."""
+    word = text.strip().upper()
+    if word == "AUTO":
+        return None
+    match = _SIZE.fullmatch(word)
+    if match is None:
+        raise ConfigError(f"cache size {text!r} is not a size; {_ACCEPTED}")
+    number, byte, prefix = match.groups()
+    size_bytes = int(Fraction(number.rstrip(".")) * _UNITS[byte or prefix or "G"])
+    if size_bytes == 0:
+        raise ConfigError(f"cache size {text!r} is 0 bytes; it must be more; {_ACCEPTED}")
+    if size_bytes > MAX_CACHE_BYTES:
+        raise ConfigError(f"cache size {text!r} is more than {MAX_CACHE_BYTES} bytes; {_ACCEPTED}")
+    return size_bytes

@@ -1,0 +1,57 @@
+"""Which expert of a layer sits in which slot: the only mutable state of caching."""
+
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import TYPE_CHECKING
+
+from .policy import Policy
+
+if TYPE_CHECKING:
+    from .planner import Plan
+
+
+class Residency:
+    """Keep the slot table of one layer.
+
+    `slot_of` (n_expert,) and `expert_of` (n_slots,) may be memory that native code reads; -1 stands
+    for none. `last_use` (n_slots,) is stamped by whoever uses the slots.
+    """
+
+    def __init__(
+        self,
+        slot_of: MutableSequence[int],
+        expert_of: MutableSequence[int],
+        last_use: Sequence[int],
+        make_policy: Callable[[Sequence[int]], Policy],
+    ) -> None:
+        self.slot_of = slot_of
+        self.expert_of = expert_of
+        self._last_use = last_use
+        self._make_policy = make_policy
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every expert."""
+        for expert in range(len(self.slot_of)):
+            self.slot_of[expert] = -1
+        for slot in range(len(self.expert_of)):
+            self.expert_of[slot] = -1
+        self.free = list(reversed(range(len(self.expert_of))))  # slot 0 is taken first
+        self.policy = self._make_policy(self._last_use)
+
+    def evict(self, plan: "Plan") -> None:
+        """Take the victims of a plan out of their slots, which become free."""
+        for slot in plan.victims:
+            self.slot_of[self.expert_of[slot]] = -1
+            self.expert_of[slot] = -1
+            self.policy.remove(slot)
+            self.free.append(slot)
+
+    def apply(self, plan: "Plan") -> None:
+        """Enter the loads of a plan whose victims are out and whose bytes have been read."""
+        taken = set()
+        for expert, slot in plan.loads:
+            self.slot_of[expert] = slot
+            self.expert_of[slot] = expert
+            self.policy.add(slot)
+            taken.add(slot)
+        self.free = [slot for slot in self.free if slot not in taken]

@@ -1,0 +1,108 @@
+from collections.abc import Callable, Collection, MutableSequence, Sequence
+from typing import Any
+
+import cffi
+import pytest
+
+from longhaul.planner import Plan
+from longhaul.policy import Lru
+from longhaul.residency import Residency
+
+Table = Callable[[int], MutableSequence[int]]
+
+
+def garbage(n: int) -> list[int]:
+    return [77] * n
+
+
+def native_garbage(n: int) -> MutableSequence[int]:
+    memory: Any = cffi.FFI().new(f"int32_t[{n}]", garbage(n))
+    made: MutableSequence[int] = memory
+    return made
+
+
+every_table = pytest.mark.parametrize("table", [garbage, native_garbage])
+
+
+class Recorder:
+    """A policy that writes down what it is told."""
+
+    def __init__(self, last_use: Sequence[int]) -> None:
+        self.last_use = last_use
+        self.told: list[tuple[str, int]] = []
+
+    def add(self, slot: int) -> None:
+        self.told.append(("add", slot))
+
+    def remove(self, slot: int) -> None:
+        self.told.append(("remove", slot))
+
+    def victims(self, n: int, protected: Collection[int]) -> list[int]:
+        raise AssertionError("a residency asks for no victims")
+
+
+def residency(table: Table, n_expert: int = 6, n_slots: int = 3) -> Residency:
+    return Residency(table(n_expert), table(n_slots), [0] * n_slots, Lru)
+
+
+@every_table
+def test_starts_empty_whatever_the_memory_held(table: Table) -> None:
+    made = residency(table)
+    assert list(made.slot_of) == [-1] * 6
+    assert list(made.expert_of) == [-1] * 3
+    assert made.free[::-1] == [0, 1, 2]
+
+
+@every_table
+def test_apply_enters_loads_in_both_tables(table: Table) -> None:
+    made = residency(table)
+    made.apply(Plan(loads=((4, 0), (1, 2)), victims=()))
+    assert list(made.slot_of) == [-1, 2, -1, -1, 0, -1]
+    assert list(made.expert_of) == [4, -1, 1]
+    assert made.free == [1]
+
+
+@every_table
+def test_evict_takes_victims_out_of_both_tables(table: Table) -> None:
+    made = residency(table)
+    made.apply(Plan(loads=((4, 0), (1, 2), (5, 1)), victims=()))
+    plan = Plan(loads=((0, 2),), victims=(2,))
+    made.evict(plan)
+    assert list(made.slot_of) == [-1, -1, -1, -1, 0, 1]
+    assert list(made.expert_of) == [4, 5, -1]
+    assert made.free == [2]
+    made.apply(plan)
+    assert list(made.slot_of) == [2, -1, -1, -1, 0, 1]
+    assert list(made.expert_of) == [4, 5, 0]
+    assert made.free == []
+
+
+@every_table
+def test_clear_forgets_every_expert(table: Table) -> None:
+    made = residency(table)
+    made.apply(Plan(loads=((4, 0), (1, 2)), victims=()))
+    made.clear()
+    assert list(made.slot_of) == [-1] * 6
+    assert list(made.expert_of) == [-1] * 3
+    assert made.free[::-1] == [0, 1, 2]
+    with pytest.raises(ValueError, match="victims wanted"):
+        made.policy.victims(1, ())
+
+
+def test_policy_is_told_of_every_change_and_replaced_by_clear() -> None:
+    last_use = [0, 0]
+    made_policies: list[Recorder] = []
+
+    def make(stamps: Sequence[int]) -> Recorder:
+        made_policies.append(Recorder(stamps))
+        return made_policies[-1]
+
+    made = Residency(garbage(4), garbage(2), last_use, make)
+    plan = Plan(loads=((3, 1),), victims=())
+    made.apply(plan)
+    made.evict(Plan(loads=(), victims=(1,)))
+    assert made_policies[0].last_use is last_use  # not a copy: native code stamps it
+    assert made_policies[0].told == [("add", 1), ("remove", 1)]
+    made.clear()
+    assert made.policy is made_policies[1]
+    assert made_policies[1].told == []
