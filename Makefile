@@ -1,0 +1,94 @@
+# make demo   build what is missing and run the demo model with a cache smaller than its experts
+# make test   build what is missing and run every check
+# make build  the Python environment in .venv and the libraries in build/lib
+# make fix    format the sources and apply the linter's fixes
+# make clean  remove .venv and build
+#
+# CMAKE_ARGS goes to cmake and stays in force until make clean:
+#   CMAKE_ARGS="-DGGML_VULKAN=ON" make build
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := build
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+LONGHAUL_CACHE_DIR ?= build/downloads
+DEMO = $(VENV)/bin/longhaul-cli --longhaul-cache 0.05 -p "The capital of France is" -n 64
+
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := build/native
+SDIST := $(LONGHAUL_CACHE_DIR)/llama_cpp_python-0.3.36.tar.gz
+NATIVE_SOURCES := $(wildcard native/src/*.cpp native/src/*.h native/include/*.h)
+
+.PHONY: demo test build fix clean check configure
+
+demo: build
+	$(DEMO)
+
+test: build
+	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy longhaul
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES))
+	$(BIN)/pytest -ra
+
+build: configure
+	@cmake --build $(NATIVE) --parallel $(JOBS)
+
+fix: $(VENV)/.installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
+
+clean:
+	rm -rf $(VENV) build
+
+# Each line ends the run with what to install when a tool is missing or too old.
+CXX_FOUND = $(if $(filter default,$(origin CXX)),$(call find,c++ g++ clang++),$(call find,$(CXX)))
+find = $(firstword $(foreach name,$(1),$(shell command -v $(name) 2>/dev/null;)))
+try = $(filter ok,$(shell ($(1)) >/dev/null 2>&1 && echo ok))
+CXX17 := printf '\#include <filesystem>\nint main() { if constexpr (true) { return 0; } }\n'
+
+check:
+	$(if $(call find,$(PYTHON)),,$(error $(PYTHON) is missing: apt-get install python3 python3-venv))
+	$(if $(call try,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))'),,$(error $(PYTHON) is too old: Python 3.10 or newer is needed, name it by PYTHON=...))
+	$(if $(call try,$(PYTHON) -c 'import ensurepip; import venv'),,$(error $(PYTHON) cannot make virtual environments: apt-get install python3-venv))
+	$(if $(call find,cmake),,$(error cmake is missing: apt-get install cmake (3.21 or newer)))
+	$(if $(call try,cmake --version | awk 'NR == 1 { split($$3, v, "."); exit !(v[1] * 1000 + v[2] >= 3021) }'),,$(error cmake is too old: 3.21 or newer is needed))
+	$(if $(CXX_FOUND),,$(error no C++ compiler found: apt-get install g++))
+	$(if $(call try,$(CXX17) | $(CXX_FOUND) -std=c++17 -x c++ -fsyntax-only -),,$(error $(CXX_FOUND) cannot compile C++17: GCC 9, clang 10 or newer is needed (apt-get install g++)))
+	$(if $(call find,git patch),,$(error git or patch is missing: apt-get install patch))
+	@:
+
+$(VENV)/.created: | check
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(SDIST): | $(VENV)/.created
+	$(BIN)/python native/get_source.py fetch --cache $(LONGHAUL_CACHE_DIR)
+
+# The bindings alone: they load our patched libraries, so llama.cpp is not compiled a second time.
+$(VENV)/.bindings: $(VENV)/.created | $(SDIST)
+	CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(BIN)/python -m pip install --disable-pip-version-check $(SDIST)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.bindings pyproject.toml
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+# CMake configures again by itself when its own inputs change; this does when CMAKE_ARGS changed.
+configure: check $(VENV)/.installed
+	@if [ ! -f $(NATIVE)/.configured ] || \
+	    { [ -n "$${CMAKE_ARGS-}" ] && [ "$${CMAKE_ARGS-}" != "$$(cat $(NATIVE)/.configured)" ]; }; then \
+	    generator=; \
+	    if [ ! -f $(NATIVE)/CMakeCache.txt ] && command -v ninja >/dev/null; then generator="-G Ninja"; fi; \
+	    cmake -S native -B $(NATIVE) $$generator \
+	        -DLONGHAUL_LIB_DIR="$(CURDIR)/build/lib" -DLONGHAUL_LLAMA_SDIST="$(abspath $(SDIST))" \
+	        -DPython3_EXECUTABLE="$(CURDIR)/$(BIN)/python" $${CMAKE_ARGS-} && \
+	    echo "$${CMAKE_ARGS-}" >$(NATIVE)/.configured; \
+	fi

@@ -1,0 +1,179 @@
+#ifndef LONGHAUL_H
+#define LONGHAUL_H
+
+// The whole C API of longhaul's native library: a read pool that brings byte ranges of files into memory, and streams, which
+// put it behind the slot tensors of one model. It decides nothing: what to load and where comes from the caller.
+//
+// Every function that can fail returns an lh_status; lh_last_error() then says why, on the thread of the call. No exception
+// leaves a function. Objects are not thread-safe unless a function says so.
+//
+// Python reads the part between the two cffi lines, so it holds declarations only.
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define LH_API __attribute__((visibility("default")))
+#else
+#define LH_API
+#endif
+
+// cffi: begin
+
+typedef enum lh_status {
+    LH_STATUS_OK               = 0,
+    LH_STATUS_INVALID_ARGUMENT = 1, // a value out of range; nothing was changed
+    LH_STATUS_NO_MEMORY        = 2, // an allocation failed; nothing was changed
+    LH_STATUS_IO               = 3, // open or read failed; lh_last_errno() has errno, 0 for a short read
+    LH_STATUS_CALLBACK         = 4, // the caller's own function reported a failure
+    LH_STATUS_STATE            = 5, // the call does not fit the object's state; nothing was changed
+    LH_STATUS_INTERNAL         = 6, // an exception that no other status stands for
+} lh_status;
+
+// How a file is read.
+typedef enum lh_file_mode {
+    LH_FILE_MODE_CACHED   = 0, // through the page cache, as asked
+    LH_FILE_MODE_DIRECT   = 1, // O_DIRECT: the page cache is passed by
+    LH_FILE_MODE_NOCACHE  = 2, // F_NOCACHE
+    LH_FILE_MODE_DONTNEED = 3, // fallback: through the page cache, which is told to drop each range after use
+} lh_file_mode;
+
+// Message and errno of the last failed call of this thread; "" and 0 when there was none. The text lives until the next failure.
+LH_API const char * lh_last_error(void);
+LH_API int32_t      lh_last_errno(void);
+
+// Name of the sources that the library was built from.
+LH_API const char * lh_build_id(void);
+
+// --- read pool -------------------------------------------------------------------------------------------------------------
+
+typedef struct lh_read_pool lh_read_pool;
+
+typedef struct lh_read {
+    int32_t file;   // from lh_read_pool_open_file
+    int64_t offset; // bytes from the start of the file
+    int64_t size;   // bytes
+    void *  dst;    // room for size bytes, no alignment needed
+} lh_read;
+
+// Start n_threads workers, each with a buffer for chunks of chunk_bytes (a multiple of 4096).
+LH_API lh_status lh_read_pool_init(int32_t n_threads, int64_t chunk_bytes, lh_read_pool ** pool);
+// Stop the workers, close the files. NULL is allowed.
+LH_API void lh_read_pool_free(lh_read_pool * pool);
+
+// Open a file; with uncached, one real read decides between the direct mode and the fallback.
+LH_API lh_status lh_read_pool_open_file(lh_read_pool * pool, const char * path, bool uncached, int32_t * file,
+                                        lh_file_mode * mode);
+
+// Read all ranges concurrently and return when the last one is done. After a failure the destinations hold anything.
+// May be called from several threads; the calls run one after the other.
+LH_API lh_status lh_read_pool_read(lh_read_pool * pool, const lh_read * reads, int64_t n_reads);
+
+// Bytes of the workers' buffers.
+LH_API int64_t lh_read_pool_buffer_bytes(const lh_read_pool * pool);
+
+// --- streams ---------------------------------------------------------------------------------------------------------------
+
+typedef struct lh_stream lh_stream;
+
+typedef struct lh_layer_shape {
+    int32_t layer;    // block index in the model
+    int32_t n_expert; // routed experts
+    int32_t n_slots;  // 1 .. n_expert
+} lh_layer_shape;
+
+// The slot table of one layer. Both sides read it; stamps are written by the sync op, the rest by the caller of the API.
+typedef struct lh_slot_table {
+    int32_t * slot_of;   // [n_expert]  slot that holds the expert, -1: none
+    int32_t * expert_of; // [n_slots]   expert in the slot, -1: free
+    int64_t * last_use;  // [n_slots]   stamp of the last ubatch that used the slot, larger is later
+} lh_slot_table;
+
+typedef enum lh_phase {
+    LH_PHASE_PREFILL = 0,
+    LH_PHASE_DECODE  = 1,
+    LH_N_PHASES      = 2,
+} lh_phase;
+
+typedef struct lh_counters {
+    int64_t n_ubatches;
+    int64_t n_tokens;
+    int64_t n_hits;       // distinct (layer, expert) of a ubatch that were resident
+    int64_t n_misses;     // distinct (layer, expert) of a ubatch that were not
+    int64_t n_evictions;
+    int64_t read_bytes;
+    int64_t compute_us;   // from the start to the end of the ubatches, waiting included
+    int64_t wait_us;      // from a miss to the moment the layer can go on, planning included
+    int64_t read_us;      // inside lh_stream_load
+    int64_t n_errors;
+} lh_counters;
+
+// Make the experts resident: called on the computing thread with the missing ones, each once, of the layer's index in shapes.
+// LH_STATUS_OK promises that slot_of of all needed experts (the missing and the others) is valid; anything else fails the ubatch.
+typedef lh_status (*lh_miss_fn)(void * user_data, int32_t layer_index, const int32_t * needed, int32_t n_needed,
+                                const int32_t * missing, int32_t n_missing);
+// The slot table was emptied, because a model was loaded or freed.
+typedef void (*lh_reset_fn)(void * user_data);
+
+typedef struct lh_stream_params {
+    const char *           path_model; // as the model is loaded with
+    const lh_layer_shape * shapes;     // [n_layers]
+    int32_t                n_layers;
+    int32_t                n_ubatch_max; // contexts get min(this, their n_ubatch)
+    lh_read_pool *         pool;       // must outlive the stream
+    lh_miss_fn             on_miss;
+    lh_reset_fn            on_reset;
+    void *                 user_data;
+} lh_stream_params;
+
+typedef struct lh_load {
+    int32_t expert;
+    int32_t slot;
+} lh_load;
+
+LH_API lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream);
+// Only when no model uses it: LH_STATUS_STATE otherwise, and nothing is freed. NULL is allowed.
+LH_API lh_status lh_stream_free(lh_stream * stream);
+
+// Add a routed tensor: expert e lies at offset + e*slice_bytes of file.
+LH_API lh_status lh_stream_add_tensor(lh_stream * stream, const char * name, int32_t layer_index, int32_t file, int64_t offset,
+                                      int64_t slice_bytes);
+
+// From now on a model that is loaded from path_model streams; off: it is loaded whole. One model at a time.
+LH_API lh_status lh_stream_set_active(lh_stream * stream, bool active);
+
+// Pointers into the stream, valid until it is freed. Counters: [LH_N_PHASES], those of the running ubatch's phase grow.
+LH_API lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table);
+LH_API lh_counters * lh_stream_counters(lh_stream * stream);
+
+// Bytes of the slot tensors of the loaded model, 0 when none is loaded; repacked: of those, bytes in the CPU's repacked layout.
+LH_API void lh_stream_slot_bytes(const lh_stream * stream, int64_t * total, int64_t * repacked);
+
+// Phase of the running ubatch; LH_N_PHASES outside of one.
+LH_API lh_phase lh_stream_phase(const lh_stream * stream);
+
+// Read every tensor's slice of the experts into the slots, all in one batch. Does not touch the slot table. After a failure
+// the slots hold anything. To be called from on_miss.
+LH_API lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
+
+// cffi: end
+
+// --- tools (library longhaul-tools) ----------------------------------------------------------------------------------------
+
+// cffi: begin
+
+// Run a tool of llama.cpp in this process: cli, server, bench, completion, perplexity, quantize. argv[0] is the program's name.
+// *exit_code is what the tool returned.
+LH_API lh_status lh_tool_run(const char * name, int32_t argc, char ** argv, int32_t * exit_code);
+
+// cffi: end
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif // LONGHAUL_H

@@ -1,0 +1,235 @@
+// Streams as llama.cpp sees them: the hook of include/llama-stream-hook.h, and the C API of streams.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <unordered_map>
+
+#include "ggml.h"
+#include "llama-stream-hook.h"
+#include "llama.h"
+#include "stream.h"
+
+namespace lh {
+
+// Changed only while models are loaded or freed, and by the API.
+static std::mutex                                              registry_mutex;
+static std::vector<lh_stream *>                                active_streams;
+static std::unordered_map<const ggml_tensor *, stream_layer *> slot_tensors;
+
+static const char * refusal(const llama_model_params & params) {
+    if (params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
+        return "load mode mmap+mlock would lock every expert in memory; use mlock or mmap";
+    }
+    if (params.check_tensors) {
+        return "streamed experts cannot be validated at load; leave --check-tensors out";
+    }
+    return nullptr;
+}
+
+// One load of a model. Loads without allocation only ask for shapes, so they do not hold the stream.
+struct model_handle {
+    lh_stream * stream;
+    bool        holds;
+};
+
+static void * hook_open(void *, const char * path_model, const llama_model_params * params, const char ** error) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    const std::string           path = canonical_path(path_model);
+    const auto                  it   = std::find_if(active_streams.begin(), active_streams.end(),
+                                                    [&](const lh_stream * stream) { return stream->path_model == path; });
+    if (it == active_streams.end()) {
+        return nullptr;
+    }
+    *error = refusal(*params);
+    if (*error == nullptr && !params->no_alloc && !(*it)->acquire()) {
+        *error = "the model is loaded already, and its slots serve one load at a time";
+    }
+    return *error ? nullptr : new model_handle{ *it, !params->no_alloc };
+}
+
+static void hook_close(void * handle) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    auto *                      model = static_cast<model_handle *>(handle);
+    if (model->holds) {
+        for (const stream_layer & layer : model->stream->layers) {
+            for (const expert_tensor & tensor : layer.tensors) {
+                slot_tensors.erase(tensor.slots);
+            }
+        }
+        model->stream->release();
+    }
+    delete model;
+}
+
+static int64_t hook_n_slots(void * handle, const char * name) {
+    for (const stream_layer & layer : static_cast<model_handle *>(handle)->stream->layers) {
+        for (const expert_tensor & tensor : layer.tensors) {
+            if (tensor.name == name) {
+                return static_cast<int64_t>(layer.expert_of.size());
+            }
+        }
+    }
+    return 0;
+}
+
+static bool hook_bind(void * handle, ggml_tensor * slots) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    lh_stream *                 stream = static_cast<model_handle *>(handle)->stream;
+    const lh_status             status = guarded([&] {
+        stream->bind(slots);
+        for (stream_layer & layer : stream->layers) {
+            for (const expert_tensor & tensor : layer.tensors) {
+                if (tensor.slots == slots) {
+                    slot_tensors[slots] = &layer;
+                }
+            }
+        }
+    });
+    if (status != LH_STATUS_OK) {
+        std::fprintf(stderr, "longhaul: %s\n", lh_last_error());
+    }
+    return status == LH_STATUS_OK;
+}
+
+static uint32_t hook_n_ubatch(void * handle, uint32_t n_ubatch) {
+    return std::min(n_ubatch, static_cast<model_handle *>(handle)->stream->n_ubatch_max);
+}
+
+static void * hook_layer(const ggml_tensor * weight) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    const auto                  it = slot_tensors.find(weight);
+    return it == slot_tensors.end() ? nullptr : it->second;
+}
+
+static void hook_begin(void * handle, int32_t n_tokens, bool is_prefill) {
+    static_cast<model_handle *>(handle)->stream->begin(n_tokens, is_prefill);
+}
+
+static bool hook_failed(void * handle) {
+    return static_cast<model_handle *>(handle)->stream->has_failed;
+}
+
+static bool hook_end(void * handle) {
+    return static_cast<model_handle *>(handle)->stream->end();
+}
+
+static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, int ith, int, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    stream_layer & layer  = *static_cast<stream_layer *>(userdata);
+    lh_stream *    stream = layer.stream;
+    if (stream->phase == LH_N_PHASES) {
+        GGML_ABORT("longhaul: a graph with streamed experts was computed outside of llama_decode");
+    }
+    if (!stream->has_failed) {
+        const lh_status status = guarded([&] { stream->sync(layer, dst, ids); });
+        if (status == LH_STATUS_OK) {
+            return;
+        }
+        if (status != LH_STATUS_CALLBACK) {
+            std::fprintf(stderr, "longhaul: %s\n", lh_last_error());
+        }
+        stream->has_failed = true;
+    }
+    std::memset(dst->data, 0, ggml_nbytes(dst)); // valid ids for what still runs; end() throws its results away
+}
+
+static const llama_stream_hook hook = {
+    /* user_data */ nullptr,
+    /* open      */ hook_open,
+    /* close     */ hook_close,
+    /* n_slots   */ hook_n_slots,
+    /* bind      */ hook_bind,
+    /* n_ubatch  */ hook_n_ubatch,
+    /* layer     */ hook_layer,
+    /* sync      */ hook_sync,
+    /* begin     */ hook_begin,
+    /* failed    */ hook_failed,
+    /* end       */ hook_end,
+};
+
+} // namespace lh
+
+lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream) {
+    return lh::guarded([&] {
+        if (!params->path_model || params->n_layers < 1 || params->n_ubatch_max < 1 || !params->pool || !params->on_miss ||
+            !params->on_reset) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a ubatch size, a pool and callbacks");
+        }
+        *stream = new lh_stream(*params);
+    });
+}
+
+lh_status lh_stream_free(lh_stream * stream) {
+    return lh::guarded([&] {
+        if (!stream) {
+            return;
+        }
+        std::lock_guard<std::mutex> lock(lh::registry_mutex);
+        if (stream->is_loaded) {
+            throw lh::error(LH_STATUS_STATE, "a loaded model still uses the stream");
+        }
+        lh::active_streams.erase(std::remove(lh::active_streams.begin(), lh::active_streams.end(), stream),
+                                 lh::active_streams.end());
+        delete stream;
+    });
+}
+
+lh_status lh_stream_add_tensor(lh_stream * stream, const char * name, int32_t layer_index, int32_t file, int64_t offset,
+                               int64_t slice_bytes) {
+    return lh::guarded([&] {
+        if (stream->is_loaded) {
+            throw lh::error(LH_STATUS_STATE, "tensors are added before the model is loaded");
+        }
+        if (offset < 0 || slice_bytes < 1) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(name) + ": bad offset or size");
+        }
+        stream->check_file(file);
+        lh::expert_tensor tensor;
+        tensor.name        = name;
+        tensor.file        = file;
+        tensor.offset      = offset;
+        tensor.slice_bytes = slice_bytes;
+        stream->layer_at(layer_index).tensors.push_back(std::move(tensor));
+    });
+}
+
+lh_status lh_stream_set_active(lh_stream * stream, bool active) {
+    return lh::guarded([&] {
+        std::lock_guard<std::mutex> lock(lh::registry_mutex);
+        auto &                      streams = lh::active_streams;
+        streams.erase(std::remove(streams.begin(), streams.end(), stream), streams.end());
+        if (active) {
+            streams.push_back(stream);
+            llama_stream_set_hook(&lh::hook);
+        }
+    });
+}
+
+lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table) {
+    return lh::guarded([&] {
+        lh::stream_layer & layer = stream->layer_at(layer_index);
+        table->slot_of           = layer.slot_of.data();
+        table->expert_of         = layer.expert_of.data();
+        table->last_use          = layer.last_use.data();
+    });
+}
+
+lh_counters * lh_stream_counters(lh_stream * stream) {
+    return stream->counters;
+}
+
+void lh_stream_slot_bytes(const lh_stream * stream, int64_t * total, int64_t * repacked) {
+    *total    = stream->slot_bytes;
+    *repacked = stream->repacked_bytes;
+}
+
+lh_phase lh_stream_phase(const lh_stream * stream) {
+    return static_cast<lh_phase>(stream->phase);
+}
+
+lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    return lh::guarded([&] { stream->load(layer_index, loads, n_loads); });
+}

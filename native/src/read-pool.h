@@ -1,0 +1,88 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "status.h"
+
+namespace lh {
+
+// A file that chunks are read from.
+struct read_file {
+    std::string  path;
+    int          fd   = -1;
+    lh_file_mode mode = LH_FILE_MODE_CACHED;
+};
+
+// One contiguous read, small enough for a worker's buffer.
+struct read_chunk {
+    int32_t file;
+    int64_t offset;
+    int64_t size;
+    // Takes the bytes, on a worker thread.
+    std::function<void(const uint8_t * data)> sink;
+};
+
+// A part of a range, counted from the range's start.
+struct piece {
+    int64_t offset;
+    int64_t size;
+};
+
+// The pieces of a range of size bytes that starts head bytes after a multiple of unit: evenly sized, cut at multiples of unit,
+// at most chunk_bytes each if that is a unit or more.
+std::vector<piece> split_range(int64_t size, int64_t chunk_bytes, int64_t unit, int64_t head);
+
+// The same, cut where a direct read can start.
+std::vector<piece> split_file_range(int64_t offset, int64_t size, int64_t chunk_bytes);
+
+} // namespace lh
+
+// Reads batches of chunks with a fixed number of threads and buffers.
+struct lh_read_pool {
+    lh_read_pool(int32_t n_threads, int64_t chunk_bytes);
+    ~lh_read_pool();
+
+    lh_read_pool(const lh_read_pool &)             = delete;
+    lh_read_pool & operator=(const lh_read_pool &) = delete;
+
+    // Returns when every chunk has been read and taken. Throws the first failure, after all workers have let go of the chunks.
+    void run(const std::vector<lh::read_chunk> & chunks);
+
+    int32_t open_file(const char * path, bool uncached);
+    void    check_file(int32_t file) const;
+
+    // Makes the buffers large enough for chunks of this size. Not while run() is active.
+    void reserve(int64_t chunk_bytes);
+
+    std::vector<lh::read_file> files;
+    int64_t                    chunk_bytes;
+
+    int64_t buffer_bytes() const;
+
+  private:
+    struct worker {
+        std::thread thread;
+        uint8_t *   buffer = nullptr;
+    };
+
+    void shut_down() noexcept;
+    void work(worker & self);
+    void take_chunks(worker & self, std::unique_lock<std::mutex> & lock);
+
+    std::vector<worker> workers;
+
+    std::mutex              run_mutex; // one batch at a time
+    std::mutex              mutex;     // guards what follows
+    std::condition_variable wake, done;
+    const std::vector<lh::read_chunk> * batch = nullptr;
+    size_t                              next  = 0; // first chunk that nobody took
+    size_t                              busy  = 0; // chunks taken and not finished
+    bool                                stop  = false;
+    std::exception_ptr                  failure;
+};

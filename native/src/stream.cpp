@@ -1,0 +1,281 @@
+#include "stream.h"
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstdlib>
+#include <cstring>
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+namespace lh {
+
+// Rows that the CPU's repacked layouts interleave: 4, 8 or 16.
+static constexpr int64_t repack_rows = 16;
+
+static int64_t now_us() {
+    return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+std::string canonical_path(const std::string & path) {
+    char * resolved = realpath(path.c_str(), nullptr);
+    if (!resolved) {
+        return path;
+    }
+    std::string result = resolved;
+    std::free(resolved);
+    return result;
+}
+
+static slot_kind kind_of(const ggml_tensor * slots) {
+    ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(slots->buffer);
+    if (ggml_backend_buffer_is_host(slots->buffer)) {
+        return slot_kind::host;
+    }
+    if (std::strcmp(ggml_backend_buft_name(buft), "CPU_REPACK") == 0) {
+        return slot_kind::repacked;
+    }
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU && buft == ggml_backend_dev_buffer_type(dev)) {
+        return slot_kind::device;
+    }
+    throw error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": experts cannot be loaded into a buffer of type " +
+                                                ggml_backend_buft_name(buft) + " (try --no-repack)");
+}
+
+// A header for some rows of one slot that the repacking buffer type takes for a whole tensor.
+static ggml_tensor rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, int64_t row_first, int64_t n_rows) {
+    ggml_tensor rows = *slots;
+    rows.ne[1]       = n_rows;
+    rows.ne[2]       = 1;
+    rows.nb[2]       = rows.nb[1] * n_rows;
+    rows.nb[3]       = rows.nb[2];
+    rows.data        = static_cast<char *>(slots->data) + slot_offset + row_first * rows.nb[1];
+    return rows;
+}
+
+} // namespace lh
+
+lh_stream::lh_stream(const lh_stream_params & params) :
+    path_model(lh::canonical_path(params.path_model)),
+    n_ubatch_max(params.n_ubatch_max),
+    layers(params.n_layers),
+    pool(params.pool),
+    on_miss(params.on_miss),
+    on_reset(params.on_reset),
+    user_data(params.user_data) {
+    for (int32_t i = 0; i < params.n_layers; i++) {
+        const lh_layer_shape & shape = params.shapes[i];
+        if (shape.n_expert < 1 || shape.n_slots < 1 || shape.n_slots > shape.n_expert) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(shape.layer) + ": " +
+                                                            std::to_string(shape.n_slots) + " slots for " +
+                                                            std::to_string(shape.n_expert) + " experts");
+        }
+        lh::stream_layer & layer = layers[i];
+        layer.stream             = this;
+        layer.index              = i;
+        layer.layer              = shape.layer;
+        layer.slot_of.assign(shape.n_expert, -1);
+        layer.expert_of.assign(shape.n_slots, -1);
+        layer.last_use.assign(shape.n_slots, 0);
+        layer.seen.assign(shape.n_expert, 0);
+        layer.needed.reserve(shape.n_expert);
+        layer.missing.reserve(shape.n_expert);
+    }
+}
+
+lh::stream_layer & lh_stream::layer_at(int32_t layer_index) {
+    if (layer_index < 0 || layer_index >= static_cast<int32_t>(layers.size())) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, "no layer " + std::to_string(layer_index));
+    }
+    return layers[layer_index];
+}
+
+void lh_stream::reset_tables() {
+    for (lh::stream_layer & layer : layers) {
+        std::fill(layer.slot_of.begin(), layer.slot_of.end(), -1);
+        std::fill(layer.expert_of.begin(), layer.expert_of.end(), -1);
+        std::fill(layer.last_use.begin(), layer.last_use.end(), 0);
+        for (lh::expert_tensor & tensor : layer.tensors) {
+            tensor.slots = nullptr;
+        }
+    }
+    slot_bytes     = 0;
+    repacked_bytes = 0;
+    on_reset(user_data);
+}
+
+bool lh_stream::acquire() {
+    if (is_loaded) {
+        return false;
+    }
+    is_loaded = true;
+    reset_tables();
+    return true;
+}
+
+void lh_stream::release() {
+    reset_tables();
+    is_loaded = false;
+}
+
+void lh_stream::bind(ggml_tensor * slots) {
+    for (lh::stream_layer & layer : layers) {
+        for (lh::expert_tensor & tensor : layer.tensors) {
+            if (tensor.name != slots->name) {
+                continue;
+            }
+            const int64_t n_slots = static_cast<int64_t>(layer.expert_of.size());
+            if (slots->ne[2] != n_slots || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes || tensor.slots) {
+                throw lh::error(LH_STATUS_INVALID_ARGUMENT, tensor.name + ": the slot tensor has another shape than planned");
+            }
+            tensor.kind  = lh::kind_of(slots);
+            tensor.slots = slots;
+            slot_bytes += ggml_nbytes(slots);
+            if (tensor.kind == lh::slot_kind::repacked) {
+                repacked_bytes += ggml_nbytes(slots);
+                pool->reserve(lh::repack_rows * slots->nb[1]);
+            }
+            return;
+        }
+    }
+    throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": unknown tensor");
+}
+
+void lh_stream::begin(int32_t n_tokens, bool is_prefill) {
+    ubatch_mutex.lock();
+    has_failed      = false;
+    phase           = is_prefill ? LH_PHASE_PREFILL : LH_PHASE_DECODE;
+    ubatch_start_us = lh::now_us();
+    counters[phase].n_ubatches++;
+    counters[phase].n_tokens += n_tokens;
+}
+
+bool lh_stream::end() {
+    const bool ok = !has_failed;
+    counters[phase].compute_us += lh::now_us() - ubatch_start_us;
+    counters[phase].n_errors += ok ? 0 : 1;
+    phase = LH_N_PHASES;
+    ubatch_mutex.unlock();
+    return ok;
+}
+
+// Fills needed with the distinct ids in order of appearance, and missing with those of them that no slot holds.
+void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
+    const int64_t n_expert = static_cast<int64_t>(layer.slot_of.size());
+    n_ubatches++;
+    layer.needed.clear();
+    layer.missing.clear();
+    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
+        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
+            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) + i1 * ids->nb[1] +
+                                                                      i0 * ids->nb[0]);
+            if (expert < 0 || expert >= n_expert) {
+                throw lh::error(LH_STATUS_INTERNAL, "layer " + std::to_string(layer.layer) + ": the router chose expert " +
+                                                        std::to_string(expert) + " of " + std::to_string(n_expert));
+            }
+            if (layer.seen[expert] == n_ubatches) {
+                continue;
+            }
+            layer.seen[expert] = n_ubatches;
+            layer.needed.push_back(expert);
+            if (layer.slot_of[expert] < 0) {
+                layer.missing.push_back(expert);
+            }
+        }
+    }
+}
+
+void lh_stream::sync(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids) {
+    lh_counters & count = counters[phase];
+    collect(layer, ids);
+    count.n_hits += static_cast<int64_t>(layer.needed.size() - layer.missing.size());
+    count.n_misses += static_cast<int64_t>(layer.missing.size());
+
+    if (!layer.missing.empty()) {
+        const int64_t   start_us = lh::now_us();
+        const lh_status status =
+            on_miss(user_data, layer.index, layer.needed.data(), static_cast<int32_t>(layer.needed.size()),
+                    layer.missing.data(), static_cast<int32_t>(layer.missing.size()));
+        count.wait_us += lh::now_us() - start_us;
+        if (status != LH_STATUS_OK) {
+            throw lh::error(status, "layer " + std::to_string(layer.layer) + ": experts were not loaded");
+        }
+    }
+
+    for (int32_t expert : layer.needed) {
+        const int32_t slot = layer.slot_of[expert];
+        if (slot < 0 || slot >= static_cast<int32_t>(layer.expert_of.size()) || layer.expert_of[slot] != expert) {
+            throw lh::error(LH_STATUS_INTERNAL, "layer " + std::to_string(layer.layer) + ": expert " +
+                                                    std::to_string(expert) + " is in no slot");
+        }
+        layer.last_use[slot] = ++clock;
+    }
+    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
+        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
+            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) + i1 * ids->nb[1] +
+                                                                      i0 * ids->nb[0]);
+            *reinterpret_cast<int32_t *>(static_cast<char *>(dst->data) + i1 * dst->nb[1] + i0 * dst->nb[0]) =
+                layer.slot_of[expert];
+        }
+    }
+}
+
+void lh_stream::add_chunks(const lh::expert_tensor & tensor, const lh_load & load, std::vector<lh::read_chunk> & chunks) const {
+    ggml_tensor * slots       = tensor.slots;
+    const int64_t file_offset = tensor.offset + load.expert * tensor.slice_bytes;
+    const int64_t slot_offset = load.slot * tensor.slice_bytes;
+    const int64_t row_bytes   = slots->nb[1];
+    const auto    pieces      = tensor.kind == lh::slot_kind::repacked ?
+                                    lh::split_range(tensor.slice_bytes, pool->chunk_bytes, lh::repack_rows * row_bytes, 0) :
+                                    lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes);
+
+    for (const lh::piece & piece : pieces) {
+        std::function<void(const uint8_t *)> sink;
+        switch (tensor.kind) {
+            case lh::slot_kind::host:
+                sink = [dst = static_cast<char *>(slots->data) + slot_offset + piece.offset, n = piece.size](
+                           const uint8_t * data) { std::memcpy(dst, data, n); };
+                break;
+            case lh::slot_kind::repacked:
+                sink = [slots, slot_offset, piece, row_bytes](const uint8_t * data) {
+                    ggml_tensor rows =
+                        lh::rows_of_slot(slots, slot_offset, piece.offset / row_bytes, piece.size / row_bytes);
+                    ggml_backend_tensor_set(&rows, data, 0, piece.size);
+                };
+                break;
+            case lh::slot_kind::device:
+                sink = [slots, offset = slot_offset + piece.offset, n = piece.size](const uint8_t * data) {
+                    ggml_backend_tensor_set(slots, data, offset, n);
+                };
+                break;
+        }
+        chunks.push_back({ tensor.file, file_offset + piece.offset, piece.size, std::move(sink) });
+    }
+}
+
+void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    lh::stream_layer & layer = layer_at(layer_index);
+    if (phase == LH_N_PHASES) {
+        throw lh::error(LH_STATUS_STATE, "experts are loaded only while a ubatch is computed");
+    }
+    const int64_t               start_us = lh::now_us();
+    int64_t                     n_bytes  = 0;
+    std::vector<lh::read_chunk> chunks;
+    for (int32_t i = 0; i < n_loads; i++) {
+        if (loads[i].expert < 0 || loads[i].expert >= static_cast<int32_t>(layer.slot_of.size()) || loads[i].slot < 0 ||
+            loads[i].slot >= static_cast<int32_t>(layer.expert_of.size())) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) + ": no expert or slot");
+        }
+        for (const lh::expert_tensor & tensor : layer.tensors) {
+            if (tensor.slots) { // a tensor that the architecture does not use has none
+                add_chunks(tensor, loads[i], chunks);
+                n_bytes += tensor.slice_bytes;
+            }
+        }
+    }
+    pool->run(chunks);
+    counters[phase].read_bytes += n_bytes;
+    counters[phase].read_us += lh::now_us() - start_us;
+}
