@@ -1,0 +1,149 @@
+"""Joins policy and mechanism: a model's routed experts behind llama.cpp's graph.
+
+The round trip of a miss:
+
+1. llama.cpp computes a layer's router; the sync op (native/src/hook.cpp) sees the chosen experts.
+   When all are in slots it writes their slot ids, and Python is not involved.
+2. Otherwise the native side calls `Engine._on_miss` on the computing thread.
+3. `planner.plan` says which victims leave and which slots the missing experts get. It changes
+   nothing.
+4. The victims leave the slot table, since their bytes are about to be overwritten.
+5. `Stream.load` reads all slices of all missing experts at once.
+6. The loads enter the slot table. If step 5 failed, they do not: the slots stay free and the table
+   stays true.
+7. Back in the sync op, slot ids are written. If anything raised, the exception is kept,
+   llama_decode returns an error, and the caller gets the exception from `Engine.raise_kept`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from .budget import slots_bytes, ubatch_limit
+from .config import Config
+from .errors import ConfigError
+from .experts import MoeModel
+from .native import ReadPool, Stream
+from .planner import plan
+from .policy import POLICIES
+from .residency import Residency
+from .stats import Stats
+
+CHUNK_BYTES = 512 * 1024  # one read; large enough for the full rate of a disk at 4 in flight
+NO_UBATCH_LIMIT = 2**31 - 1
+
+
+class Engine:
+    """Stream the routed experts of one model, for as long as it is open.
+
+    A model that llama.cpp loads from `model.path` while the engine is open streams; it has to be
+    freed before `close`.
+    """
+
+    def __init__(
+        self,
+        model: MoeModel,
+        n_slots: Sequence[int],
+        config: Config,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Open the shards; raises ReadError if one cannot be opened.
+
+        `on_error` is told of a failed load at once.
+        """
+        if config.policy not in POLICIES:
+            raise ConfigError(
+                f"no policy {config.policy!r}; there are {', '.join(sorted(POLICIES))}"
+            )
+        self.model = model
+        self.n_slots = tuple(n_slots)
+        self.n_ubatch_limit = ubatch_limit(model.layers, n_slots)
+        self._on_error = on_error
+        with ExitStack() as undo:
+            self.pool = undo.enter_context(ReadPool(config.n_io_threads, CHUNK_BYTES))
+            files = [self.pool.open_file(path, config.uncached) for path in model.shards]
+            self._stream = undo.enter_context(self._open_stream(files))
+            self._residencies = [
+                Residency(*self._stream.slot_table(i), POLICIES[config.policy])
+                for i in range(len(self.n_slots))
+            ]
+            self._stream.set_active(True)
+            undo.pop_all()
+
+    def _open_stream(self, files: Sequence[int]) -> Stream:
+        stream = Stream(
+            self.model.path,
+            [
+                (layer.layer, layer.n_expert, n_slots)
+                for layer, n_slots in zip(self.model.layers, self.n_slots, strict=True)
+            ],
+            NO_UBATCH_LIMIT if self.n_ubatch_limit is None else self.n_ubatch_limit,
+            self.pool,
+            self._on_miss,
+            self._on_reset,
+        )
+        for index, layer in enumerate(self.model.layers):
+            for tensor in layer.tensors:
+                file = files[tensor.shard]
+                stream.add_tensor(tensor.name, index, file, tensor.offset, tensor.slice_bytes)
+        return stream
+
+    def _on_reset(self) -> None:
+        for residency in self._residencies:
+            residency.clear()
+
+    def _on_miss(self, layer_index: int, needed: list[int], missing: list[int]) -> None:
+        residency = self._residencies[layer_index]
+        try:
+            step = plan(residency, needed, missing)
+            residency.evict(step)
+            self._stream.count_evictions(len(step.victims))
+            self._stream.load(layer_index, step.loads)
+            residency.apply(step)
+        except BaseException as e:
+            if self._on_error:
+                self._on_error(e)
+            raise
+
+    def raise_kept(self) -> None:
+        """Raise what a callback raised since the last call, if anything."""
+        error, self._stream.error = self._stream.error, None
+        if error is not None:
+            raise error
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of all slots."""
+        return slots_bytes(self.model.layers, self.n_slots)
+
+    def slot_bytes(self) -> tuple[int, int]:
+        """Return bytes of the slot tensors that llama.cpp allocated, and of those the repacked."""
+        return self._stream.slot_bytes()
+
+    def resident(self, layer_index: int) -> dict[int, int]:
+        """Return slot by expert of one layer's resident experts."""
+        expert_of = self._residencies[layer_index].expert_of
+        return {expert: slot for slot, expert in enumerate(expert_of) if expert >= 0}
+
+    def stats(self) -> Stats:
+        """Return the counters since the engine was opened."""
+        return self._stream.stats()
+
+    def close(self) -> None:
+        """Let later loads run whole; raises NativeError while a loaded model still streams.
+
+        Twice is harmless.
+        """
+        self._stream.close()
+        self.pool.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,65 @@
+"""Where the native libraries are, and whether they belong to these sources. Loads nothing."""
+
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from .errors import PatchError
+
+_PACKAGE = Path(__file__).resolve().parent
+_CHECKOUT = _PACKAGE.parent
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+_HOW_TO_BUILD = "build them with `make build` in a checkout, or install the package with pip"
+
+
+def lib_dir() -> Path:
+    """Return the folder of the built libraries; raises PatchError if there is none."""
+    chosen = os.environ.get("LONGHAUL_LIB_DIR")
+    candidates = [Path(chosen)] if chosen else [_PACKAGE / "lib", _CHECKOUT / "build" / "lib"]
+    for candidate in candidates:
+        if (candidate / f"liblonghaul{_SUFFIX}").exists():
+            return candidate
+    raise PatchError(f"native libraries not found in {candidates[-1]}; {_HOW_TO_BUILD}")
+
+
+def lib_path(name: str) -> Path:
+    """Return the file of a library, `name` without prefix or suffix; raises PatchError if none."""
+    path = lib_dir() / f"lib{name}{_SUFFIX}"
+    if not path.exists():
+        raise PatchError(f"native library {path} not found; {_HOW_TO_BUILD}")
+    return path
+
+
+def header_text() -> str:
+    """Return the C API as the library's header declares it."""
+    for path in (_PACKAGE / "lib" / "longhaul.h", _CHECKOUT / "native" / "include" / "longhaul.h"):
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+    raise PatchError(f"longhaul.h not found; {_HOW_TO_BUILD}")
+
+
+def build_id() -> str:
+    """Return the id that the libraries of these sources carry; raises PatchError if unknown."""
+    installed = _PACKAGE / "lib" / "build-id"
+    if installed.exists():
+        return installed.read_text(encoding="ascii").strip()
+    return source_build_id(_CHECKOUT)
+
+
+def source_build_id(checkout: Path) -> str:
+    """Return 12 hex digits over what ties the libraries to Python: patches, C API and version."""
+    digest = hashlib.sha256()
+    try:
+        for patch in sorted((checkout / "patches").glob("*.patch"), key=lambda path: path.name):
+            digest.update(patch.read_bytes())
+        digest.update((checkout / "native" / "include" / "longhaul.h").read_bytes())
+        project = (checkout / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError as e:
+        raise PatchError(f"{e.filename} cannot be read: {e.strerror}; {_HOW_TO_BUILD}") from e
+    version = re.search(r'^version = "([^"]+)"$', project, re.MULTILINE)
+    if version is None:
+        raise PatchError(f"{checkout / 'pyproject.toml'} has no version")
+    digest.update(version[1].encode())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,165 @@
+"""Wraps llama_cpp: models and contexts, loaded from our libraries. The only importer of llama_cpp.
+
+Arrays are numpy, tokens first: logits (n_tokens, n_vocab).
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .errors import DecodeError, ModelError
+from .library import lib_dir
+
+os.environ["LLAMA_CPP_LIB_PATH"] = str(lib_dir())  # before the import: the bindings load from there
+
+import llama_cpp
+
+logger = logging.getLogger(__name__)
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _log(level: int, text: bytes, user_data: Any) -> None:
+    message = text.decode(errors="replace").rstrip("\n")
+    if message:
+        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", message)
+
+
+def route_log() -> None:
+    """Send llama.cpp's log to this module's logger from now on."""
+    llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
+
+
+class Model:
+    """Hold a loaded model; close it to free the memory."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_gpu_layers: int = 0,
+        use_mmap: bool = True,
+        repack: bool = True,
+    ) -> None:
+        """Load a GGUF; raises ModelError if llama.cpp refuses it."""
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.load_mode = (
+            llama_cpp.LLAMA_LOAD_MODE_MMAP if use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
+        )
+        params.use_extra_bufts = repack
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            raise ModelError(f"llama.cpp cannot load {path}; its log says why")
+        self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    @property
+    def handle(self) -> Any:
+        """The llama_model pointer."""
+        return self._model
+
+    def close(self) -> None:
+        """Free the model; twice is harmless."""
+        if self._model:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Context:
+    """Hold a context of a model: KV cache and compute buffers."""
+
+    def __init__(
+        self, model: Model, *, n_ctx: int = 512, n_ubatch: int = 512, n_threads: int = 2
+    ) -> None:
+        """Create a context; raises ModelError if llama.cpp refuses."""
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_ctx
+        params.n_ubatch = n_ubatch
+        params.n_threads = n_threads
+        params.n_threads_batch = n_threads
+        self._model = model
+        self._context = llama_cpp.llama_init_from_model(model.handle, params)
+        if not self._context:
+            raise ModelError("llama.cpp cannot create a context; its log says why")
+        self.n_past = 0
+
+    @property
+    def n_ubatch(self) -> int:
+        """The effective ubatch size."""
+        return int(llama_cpp.llama_n_ubatch(self._context))
+
+    def warm_up(self) -> None:
+        """Do what llama.cpp's tools do before the first prompt: a decode that uses every expert."""
+        llama_cpp.llama_set_warmup(self._context, True)
+        batch = llama_cpp.llama_batch_get_one((ctypes.c_int32 * 1)(0), 1)
+        code = llama_cpp.llama_decode(self._context, batch)
+        llama_cpp.llama_set_warmup(self._context, False)
+        if code != 0:
+            raise DecodeError(f"llama_decode returned {code} while warming up")
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        """Evaluate tokens after those before and return their logits, float32 (n_tokens, n_vocab).
+
+        Raises DecodeError if llama.cpp reports a failure; the tokens then count as not evaluated.
+        """
+        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        try:
+            for i, token in enumerate(tokens):
+                batch.token[i] = token
+                batch.pos[i] = self.n_past + i
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = 0
+                batch.logits[i] = 1
+            batch.n_tokens = len(tokens)
+            code = llama_cpp.llama_decode(self._context, batch)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        if code != 0:
+            self.remove_from(self.n_past)
+            raise DecodeError(f"llama_decode returned {code} at position {self.n_past}")
+        logits = llama_cpp.llama_get_logits(self._context)
+        shape = (len(tokens), self._model.n_vocab)
+        self.n_past += len(tokens)
+        return np.ctypeslib.as_array(logits, shape=shape).copy()
+
+    def remove_from(self, position: int) -> None:
+        """Forget the tokens from a position on."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        llama_cpp.llama_memory_seq_rm(memory, 0, position, -1)
+        self.n_past = position
+
+    def close(self) -> None:
+        """Free the context; twice is harmless."""
+        if self._context:
+            llama_cpp.llama_free(self._context)
+            self._context = None
+
+    def __enter__(self) -> "Context":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,295 @@
+"""Wraps the native library: handles, statuses to exceptions. The only importer of cffi.
+
+Knows no policy. Arrays cross as cffi memory; every size is in bytes. Nothing here is loaded before
+the first use.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import cffi
+
+from .errors import ConfigError, LonghaulError, NativeError, PatchError, ReadError
+from .library import build_id, header_text, lib_path
+from .stats import Counters, Stats
+
+OK = 0
+_FILE_MODES = ("cached", "direct", "nocache", "dontneed")
+MissFunction = Callable[[int, list[int], list[int]], None]
+ResetFunction = Callable[[], None]
+H = TypeVar("H", bound="_Handle")
+
+
+@cache
+def _ffi() -> Any:
+    ffi = cffi.FFI()
+    parts = header_text().split("// cffi: ")
+    declarations = [part.partition("\n")[2] for part in parts if part.startswith("begin")]
+    ffi.cdef("\n".join(declarations).replace("LH_API ", ""))
+    return ffi
+
+
+@cache
+def _lib() -> Any:
+    try:
+        lib = _ffi().dlopen(str(lib_path("longhaul")))
+        found = _ffi().string(lib.lh_build_id()).decode()
+    except (OSError, AttributeError) as e:
+        raise PatchError(f"the native library cannot be loaded: {e}; run `make build`") from e
+    wanted = build_id()
+    if found != wanted:
+        raise PatchError(
+            f"the native library is of build {found}, this package needs {wanted}; run `make build`"
+        )
+    return lib
+
+
+@cache
+def _tools_lib() -> Any:
+    _lib()
+    try:
+        return _ffi().dlopen(str(lib_path("longhaul-tools")))
+    except OSError as e:
+        raise PatchError(f"llama.cpp's tools cannot be loaded: {e}; run `make build`") from e
+
+
+def exception_for(status: int, message: str, code: int) -> LonghaulError:
+    """Return the exception that stands for a failed status; `code` is errno or 0."""
+    lib = _lib()
+    classes: dict[int, Callable[[], LonghaulError]] = {
+        lib.LH_STATUS_INVALID_ARGUMENT: lambda: ConfigError(message),
+        lib.LH_STATUS_NO_MEMORY: lambda: NativeError(message),
+        lib.LH_STATUS_IO: lambda: ReadError(code or errno.EIO, message),
+        lib.LH_STATUS_CALLBACK: lambda: NativeError(message),
+        lib.LH_STATUS_STATE: lambda: NativeError(message),
+        lib.LH_STATUS_INTERNAL: lambda: NativeError(message),
+    }
+    return classes[status]()
+
+
+def check(status: int) -> None:
+    """Raise the exception of a failed status; the only place where statuses become exceptions."""
+    if status != OK:
+        lib = _lib()
+        message = _ffi().string(lib.lh_last_error()).decode(errors="replace")
+        raise exception_for(status, message, lib.lh_last_errno())
+
+
+class _Handle:
+    """Own one native object; closing twice is harmless."""
+
+    def __init__(self, pointer: Any) -> None:
+        self._pointer = pointer
+
+    @property
+    def pointer(self) -> Any:
+        if self._pointer is None:
+            raise NativeError(f"{type(self).__name__} is closed")
+        return self._pointer
+
+    def __enter__(self: H) -> H:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class ReadPool(_Handle):
+    """Read byte ranges of files concurrently, past the page cache where the system allows it."""
+
+    def __init__(self, n_threads: int, chunk_bytes: int) -> None:
+        out = _ffi().new("lh_read_pool **")
+        check(_lib().lh_read_pool_init(n_threads, chunk_bytes, out))
+        super().__init__(out[0])
+        self.modes: list[str] = []
+
+    def close(self) -> None:
+        """Stop the workers and close the files."""
+        if self._pointer is not None:
+            _lib().lh_read_pool_free(self._pointer)
+            self._pointer = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the workers' buffers."""
+        return int(_lib().lh_read_pool_buffer_bytes(self.pointer))
+
+    def open_file(self, path: Path, uncached: bool) -> int:
+        """Return the number by which reads name the file; its mode is appended to `modes`."""
+        file, mode = _ffi().new("int32_t *"), _ffi().new("lh_file_mode *")
+        check(_lib().lh_read_pool_open_file(self.pointer, os.fsencode(path), uncached, file, mode))
+        self.modes.append(_FILE_MODES[int(mode[0])])
+        return int(file[0])
+
+    def read(self, reads: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """Return the bytes of (file, offset, size) ranges; raises ReadError if one fails."""
+        ffi = _ffi()
+        buffers = [ffi.new("uint8_t[]", max(size, 1)) for _, _, size in reads]
+        items = ffi.new("lh_read[]", len(reads))
+        for item, (file, offset, size), buffer in zip(items, reads, buffers, strict=True):
+            item.file, item.offset, item.size, item.dst = file, offset, size, buffer
+        check(_lib().lh_read_pool_read(self.pointer, items, len(reads)))
+        return [
+            bytes(ffi.buffer(buffer, size))
+            for buffer, (_, _, size) in zip(buffers, reads, strict=True)
+        ]
+
+
+class Stream(_Handle):
+    """Stand behind the slot tensors of one model; see longhaul.h."""
+
+    def __init__(
+        self,
+        path_model: Path,
+        shapes: Sequence[tuple[int, int, int]],
+        n_ubatch_max: int,
+        pool: ReadPool,
+        on_miss: MissFunction,
+        on_reset: ResetFunction,
+    ) -> None:
+        """Open a stream without tensors; `shapes` are (layer, n_expert, n_slots).
+
+        Callbacks run on the thread that computes, or loads.
+        """
+        ffi = _ffi()
+        self._n_slots = [n_slots for _, _, n_slots in shapes]
+        self._n_expert = [n_expert for _, n_expert, _ in shapes]
+        self._callbacks = (self._make_on_miss(on_miss), self._make_on_reset(on_reset))
+        self._pool = pool  # outlives the stream
+        self.error: BaseException | None = None  # what a callback raised
+        path = ffi.new("char[]", os.fsencode(path_model))
+        c_shapes = ffi.new("lh_layer_shape[]", [tuple(shape) for shape in shapes])
+        params = ffi.new("lh_stream_params *")
+        params.path_model, params.shapes, params.n_layers = path, c_shapes, len(shapes)
+        params.n_ubatch_max, params.pool = n_ubatch_max, pool.pointer
+        params.on_miss, params.on_reset = self._callbacks
+        out = ffi.new("lh_stream **")
+        check(_lib().lh_stream_init(params, out))
+        super().__init__(out[0])
+
+    def _make_on_miss(self, on_miss: MissFunction) -> Any:
+        unpack, lib = _ffi().unpack, _lib()
+
+        def call(
+            user_data: Any,
+            layer_index: int,
+            needed: Any,
+            n_needed: int,
+            missing: Any,
+            n_missing: int,
+        ) -> int:
+            try:
+                on_miss(layer_index, unpack(needed, n_needed), unpack(missing, n_missing))
+            except BaseException as e:  # kept: raised again where the outer call returns
+                self.error = e
+                return int(lib.LH_STATUS_CALLBACK)
+            return OK
+
+        signature = "lh_status(void *, int32_t, const int32_t *, int32_t, const int32_t *, int32_t)"
+        return _ffi().callback(signature, call, error=int(lib.LH_STATUS_CALLBACK))
+
+    def _make_on_reset(self, on_reset: ResetFunction) -> Any:
+        def call(user_data: Any) -> None:
+            try:
+                on_reset()
+            except BaseException as e:
+                self.error = e
+
+        return _ffi().callback("void(void *)", call)
+
+    def close(self) -> None:
+        """Free the stream; raises NativeError while a loaded model uses it."""
+        if self._pointer is not None:
+            check(_lib().lh_stream_free(self._pointer))
+            self._pointer = None
+
+    def add_tensor(
+        self, name: str, layer_index: int, file: int, offset: int, slice_bytes: int
+    ) -> None:
+        """Add a routed tensor: expert e lies at offset + e * slice_bytes of the file."""
+        check(
+            _lib().lh_stream_add_tensor(
+                self.pointer, name.encode(), layer_index, file, offset, slice_bytes
+            )
+        )
+
+    def set_active(self, active: bool) -> None:
+        """Stream models that are loaded from now on, or load them whole."""
+        check(_lib().lh_stream_set_active(self.pointer, active))
+
+    def slot_table(self, layer_index: int) -> tuple[Any, Any, Any]:
+        """Return slot_of (n_expert,), expert_of (n_slots,) and last_use (n_slots,).
+
+        They are the native side's own memory, valid until `close`.
+        """
+        ffi = _ffi()
+        table = ffi.new("lh_slot_table *")
+        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        n_expert, n_slots = self._n_expert[layer_index], self._n_slots[layer_index]
+        return (
+            ffi.cast(f"int32_t (*)[{n_expert}]", table.slot_of)[0],
+            ffi.cast(f"int32_t (*)[{n_slots}]", table.expert_of)[0],
+            ffi.cast(f"int64_t (*)[{n_slots}]", table.last_use)[0],
+        )
+
+    def load(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
+        """Read (expert, slot) pairs into their slots, all at once; raises ReadError.
+
+        Only inside on_miss.
+        """
+        items = _ffi().new("lh_load[]", loads)
+        check(_lib().lh_stream_load(self.pointer, layer_index, items, len(loads)))
+
+    def count_evictions(self, n: int) -> None:
+        """Add to the evictions of the running phase."""
+        lib = _lib()
+        lib.lh_stream_counters(self.pointer)[lib.lh_stream_phase(self.pointer)].n_evictions += n
+
+    def stats(self) -> Stats:
+        """Return a copy of the counters."""
+        counters = _lib().lh_stream_counters(self.pointer)
+        return Stats(*(_counters(counters[phase]) for phase in range(2)))
+
+    def slot_bytes(self) -> tuple[int, int]:
+        """Return bytes of the loaded model's slot tensors, and of those the repacked ones."""
+        total, repacked = _ffi().new("int64_t *"), _ffi().new("int64_t *")
+        _lib().lh_stream_slot_bytes(self.pointer, total, repacked)
+        return int(total[0]), int(repacked[0])
+
+
+def _counters(c: Any) -> Counters:
+    return Counters(
+        n_ubatches=c.n_ubatches,
+        n_tokens=c.n_tokens,
+        n_hits=c.n_hits,
+        n_misses=c.n_misses,
+        n_evictions=c.n_evictions,
+        read_bytes=c.read_bytes,
+        compute_s=c.compute_us / 1e6,
+        wait_s=c.wait_us / 1e6,
+        read_s=c.read_us / 1e6,
+        n_errors=c.n_errors,
+    )
+
+
+def run_tool(name: str, program: str, args: Sequence[str]) -> int:
+    """Run one of llama.cpp's tools in this process and return its exit code."""
+    ffi, lib = _ffi(), _tools_lib()
+    words = [ffi.new("char[]", os.fsencode(word)) for word in (program, *args)]
+    argv = ffi.new("char *[]", [*words, ffi.NULL])
+    code = ffi.new("int32_t *")
+    check(lib.lh_tool_run(name.encode(), len(words), argv, code))
+    return int(code[0])

@@ -1,0 +1,79 @@
+"""Fixtures: models to stream, made once a session."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from arch_models import widen, write_arch_models
+from models import write_tiny_moe
+
+from longhaul import demo
+from longhaul.errors import LonghaulError, PatchError
+from longhaul.library import lib_dir
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+ARCHS = ["llama", "qwen3moe", "qwen35moe", "laguna", "gpt-oss", "deepseek2", "maple"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_openmp() -> None:
+    """Let waiting threads sleep: tests share the machine, and spinning threads would starve each other."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.fixture(scope="session")
+def libraries() -> Path:
+    """The folder of the native libraries; tests that need them are skipped where they are not built."""
+    try:
+        folder = lib_dir()
+    except PatchError as e:
+        pytest.skip(str(e))
+    from longhaul import llama
+
+    llama.route_log()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MoE of 3 layers x 8 experts, top-2, F32."""
+    return write_tiny_moe(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def arch_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns, by architecture, a tiny model of llama.cpp's own with 16 experts, top-3."""
+    folder = tmp_path_factory.mktemp("archs")
+    binary = Path(
+        os.environ.get("LONGHAUL_TEST_ARCHS", CHECKOUT / "build/native/bin/test-llama-archs")
+    )
+    if not binary.exists():
+        pytest.skip(f"{binary} is not built; `make test` builds it")
+    narrow = write_arch_models(folder / "narrow", binary, ARCHS)
+    made: dict[str, Path] = {}
+
+    def get(arch: str) -> Path:
+        if arch not in made:
+            made[arch] = widen(narrow[arch], folder / f"{arch}.gguf", 16, 3)
+        return made[arch]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The dense model with real text that the demo model is made of."""
+    try:
+        return demo.ensure_source()
+    except LonghaulError as e:
+        pytest.skip(f"SmolLM2 cannot be had: {e}")
+
+
+@pytest.fixture(scope="session")
+def small_demo(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """SmolLM2 upcycled to 8 experts, top-2, with another block of each expert zeroed."""
+    path = tmp_path_factory.mktemp("demo") / "smollm2-8x.gguf"
+    demo.upcycle(smollm2, path, n_expert=8, n_expert_used=2, drop_blocks=True)
+    yield path
+    path.unlink()

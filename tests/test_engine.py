@@ -1,0 +1,253 @@
+"""The join with llama.cpp: what is read and when, what fails and how."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from streaming import Recipe, evaluate, largest_difference, stream
+
+from longhaul import llama
+from longhaul.budget import plan_slots, slots_bytes
+from longhaul.config import Config
+from longhaul.engine import Engine
+from longhaul.errors import ConfigError, DecodeError, NativeError, ReadError
+from longhaul.experts import MoeModel
+from longhaul.index import read_index
+from models import write_tiny_moe
+
+pytestmark = pytest.mark.usefixtures("libraries")
+
+
+def open_engine(model: MoeModel, n_slots: int, config: Config | None = None) -> Engine:
+    return Engine(model, [n_slots] * len(model.layers), config or Config())
+
+
+def assert_consistent(engine: Engine) -> None:
+    for index, residency in enumerate(engine._residencies):
+        resident = engine.resident(index)
+        assert {e: s for e, s in enumerate(residency.slot_of) if s >= 0} == resident
+        free = set(residency.free)
+        assert len(free) == len(residency.free)
+        assert free.isdisjoint(resident.values())
+        assert free | set(resident.values()) == set(range(len(residency.expert_of)))
+
+
+def drop_from_page_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_pages(path: Path, offset: int, size: int) -> int:
+    """Count pages of a range that are in the page cache and lie in it as a whole."""
+    page = mmap.PAGESIZE
+    first, last = -(-offset // page), (offset + size) // page
+    code = (
+        "import ctypes, mmap, sys\n"
+        "path, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "libc.mmap.restype = ctypes.c_void_p\n"
+        "libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]\n"
+        "libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]\n"
+        "file = open(path, 'rb')\n"
+        "size = (last - first) * mmap.PAGESIZE\n"
+        "address = libc.mmap(None, size, 1, 1, file.fileno(), first * mmap.PAGESIZE)\n"
+        "pages = (ctypes.c_ubyte * (last - first))()\n"
+        "assert libc.mincore(address, size, pages) == 0\n"
+        "print(sum(p & 1 for p in pages))\n"
+    )
+    command = [sys.executable, "-c", code, str(path), str(first), str(last)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def cached_expert_pages(model: MoeModel) -> int:
+    return sum(
+        cached_pages(model.path, tensor.offset, tensor.n_expert * tensor.slice_bytes)
+        for layer in model.layers
+        for tensor in layer.tensors
+    )
+
+
+def test_no_expert_byte_is_read_before_the_first_decode(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=128, n_ff=512)
+    model = read_index(path)
+    drop_from_page_cache(path)
+    if cached_expert_pages(model):
+        pytest.skip("this file system does not let go of cached pages")
+    with open_engine(model, 4) as engine:
+        with llama.Model(path, use_mmap=True) as loaded, llama.Context(loaded) as context:
+            context.warm_up()
+            assert engine.stats().total.read_bytes == 0
+            assert engine.stats().total.n_ubatches == 0
+            assert cached_expert_pages(model) == 0
+            context.decode([1])
+            assert engine.stats().total.read_bytes > 0
+
+
+def test_reads_leave_the_page_cache_alone(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=128, n_ff=512)
+    model = read_index(path)
+    drop_from_page_cache(path)
+    with open_engine(model, 2) as engine:
+        if engine.pool.modes != ["direct"]:
+            pytest.skip(f"this file system reads in mode {engine.pool.modes[0]}")
+        with llama.Model(path) as loaded, llama.Context(loaded) as context:
+            loading = cached_expert_pages(model)
+            context.decode(list(range(60)))
+        assert engine.stats().total.read_bytes > model.layers[0].total_bytes
+        assert cached_expert_pages(model) == loading
+
+
+@pytest.mark.parametrize("budget", [150_000, 777_777, 1_234_567, 10**9])
+def test_slot_tensors_never_exceed_the_budget(budget: int, tiny: Path) -> None:
+    model = read_index(tiny)
+    budget = max(budget, slots_bytes(model.layers, [2] * 3))
+    n_slots = plan_slots(model.layers, budget)
+    with Engine(model, n_slots, Config()) as engine, llama.Model(tiny):
+        total, _ = engine.slot_bytes()
+    assert 0 < total <= budget
+    assert total == slots_bytes(model.layers, n_slots)
+
+
+def test_ubatch_is_shrunk_to_what_the_slots_serve(tiny: Path) -> None:
+    model = read_index(tiny)
+    for n_slots, n_ubatch in ((2, 1), (3, 1), (5, 2), (7, 3), (8, 64)):
+        with open_engine(model, n_slots), llama.Model(tiny) as loaded:
+            with llama.Context(loaded, n_ubatch=64) as context:
+                assert context.n_ubatch == n_ubatch
+
+
+def test_effective_ubatch_is_logged(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llama.route_log()
+    with caplog.at_level("INFO", logger="longhaul.llama"), open_engine(read_index(tiny), 5):
+        with llama.Model(tiny) as loaded, llama.Context(loaded, n_ubatch=64):
+            pass
+    assert [text for text in caplog.messages if "n_ubatch" in text][0].split()[-1] == "2"
+
+
+def test_counters_tell_prefill_from_decode(tiny: Path) -> None:
+    stats = stream(tiny, 4, Recipe(n_prompt=10, n_greedy=3)).stats
+    assert stats is not None
+    assert (stats.prefill.n_tokens, stats.decode.n_tokens) == (10, 3)
+    assert stats.prefill.n_ubatches == 5  # of 2 tokens
+    needed = stats.decode.n_hits + stats.decode.n_misses
+    assert needed == 3 * 3 * 2  # tokens x layers x experts, distinct in a ubatch of one
+    assert stats.total.n_misses - stats.total.n_evictions <= 3 * 4
+
+
+def test_every_expert_is_read_once_when_all_have_slots(tiny: Path) -> None:
+    model = read_index(tiny)
+    stats = stream(tiny, 8, Recipe(n_prompt=100, n_greedy=20)).stats
+    assert stats is not None
+    assert stats.total.n_evictions == 0
+    assert stats.total.read_bytes == stats.total.n_misses * model.layers[0].expert_bytes
+    assert stats.total.n_misses <= 3 * 8
+
+
+def test_failed_read_fails_the_decode_and_nothing_else(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf")
+    model, content = read_index(path), path.read_bytes()
+    last = max(t.offset for layer in model.layers for t in layer.tensors)
+    wanted = evaluate(path, Recipe(n_prompt=12, n_greedy=0, n_ubatch=2)).logits
+    with open_engine(model, 4) as engine:
+        with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
+            os.truncate(path, last + 5)
+            tokens = evaluated_tokens(loaded.n_vocab, 12)
+            with pytest.raises(DecodeError):
+                context.decode(tokens)
+            with pytest.raises(ReadError, match=rf"m\.gguf: cannot read \d+ bytes at offset \d+"):
+                engine.raise_kept()
+            engine.raise_kept()  # raised once
+            assert engine.stats().total.n_errors == 1
+            assert_consistent(engine)
+            path.write_bytes(content)
+            again = context.decode(tokens)
+            assert_consistent(engine)
+            assert largest_difference(again, wanted) == 0.0
+
+
+def evaluated_tokens(n_vocab: int, n: int) -> list[int]:
+    import numpy as np
+
+    return [int(t) for t in np.random.default_rng(7).integers(0, n_vocab, n)]
+
+
+def test_exception_in_the_planner_fails_the_decode(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise KeyError("planner")
+
+    with open_engine(read_index(tiny), 4) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            monkeypatch.setattr("longhaul.engine.plan", broken)
+            with pytest.raises(DecodeError):
+                context.decode([1, 2, 3])
+            with pytest.raises(KeyError, match="planner"):
+                engine.raise_kept()
+            monkeypatch.undo()
+            assert context.decode([1, 2, 3]).shape == (3, loaded.n_vocab)
+            engine.raise_kept()
+
+
+def test_a_model_that_is_loaded_again_starts_empty(tiny: Path) -> None:
+    with open_engine(read_index(tiny), 4) as engine:
+        for _ in range(2):
+            with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+                assert all(engine.resident(i) == {} for i in range(3))
+                context.decode([1, 2])
+                assert all(engine.resident(i) for i in range(3))
+
+
+def test_two_contexts_share_the_slots(tiny: Path) -> None:
+    recipe = Recipe(n_prompt=10, n_greedy=0, n_ubatch=2)
+    tokens = evaluated_tokens(128, 10)
+    wanted = evaluate(tiny, recipe).logits
+    with open_engine(read_index(tiny), 4), llama.Model(tiny) as loaded:
+        with llama.Context(loaded) as a, llama.Context(loaded) as b:
+            got = [a.decode(tokens), b.decode(tokens)]
+    for logits in got:
+        assert largest_difference(logits, wanted) == 0.0
+
+
+def test_second_load_of_a_streamed_model_is_refused(tiny: Path) -> None:
+    from longhaul.errors import ModelError
+
+    with open_engine(read_index(tiny), 4), llama.Model(tiny):
+        with pytest.raises(ModelError):
+            llama.Model(tiny)
+
+
+def test_engine_does_not_close_under_a_loaded_model(tiny: Path) -> None:
+    engine = open_engine(read_index(tiny), 4)
+    with llama.Model(tiny):
+        with pytest.raises(NativeError, match="loaded model"):
+            engine.close()
+    engine.close()
+    engine.close()
+
+
+def test_another_model_is_loaded_whole(tiny: Path, tmp_path: Path) -> None:
+    other = write_tiny_moe(tmp_path / "other.gguf", seed=3)
+    recipe = Recipe(n_prompt=6, n_greedy=0)
+    wanted = evaluate(other, recipe)
+    with open_engine(read_index(tiny), 2) as engine:
+        got = evaluate(other, recipe)
+        assert engine.stats().total.n_ubatches == 0
+    assert got.n_ubatch == wanted.n_ubatch > 1
+    assert largest_difference(got.logits, wanted.logits) == 0.0
+
+
+def test_unknown_policy_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="no policy 'best'; there are lru"):
+        open_engine(read_index(tiny), 4, Config(policy="best"))
+
+
+def test_closed_engine_leaves_no_file_open(tiny: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with open_engine(read_index(tiny), 4):
+        assert len(os.listdir("/proc/self/fd")) > before
+    assert len(os.listdir("/proc/self/fd")) == before

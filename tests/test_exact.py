@@ -1,0 +1,111 @@
+"""Streamed logits equal those of the resident run of the same build: largest difference 0.0."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ARCHS
+from models import Type, experts_in_two_shards, split_gguf, write_tiny_moe
+from streaming import Recipe, evaluate, largest_difference, slot_counts, stream
+
+from longhaul.config import Config
+from longhaul.index import read_index
+
+pytestmark = pytest.mark.usefixtures("libraries")
+
+
+def assert_exact_at_all_slot_counts(path: Path, recipe: Recipe) -> None:
+    layer = read_index(path).layers[0]
+    for n_slots in slot_counts(layer.n_expert_used, layer.n_expert):
+        streamed = stream(path, n_slots, recipe)
+        wanted = Recipe(
+            recipe.n_prompt, recipe.n_greedy, streamed.n_ubatch, recipe.n_threads, recipe.repack
+        )
+        resident = evaluate(path, wanted)
+        assert resident.n_ubatch == streamed.n_ubatch
+        assert streamed.stats is not None
+        assert streamed.stats.total.read_bytes > 0
+        if n_slots < layer.n_expert:
+            assert streamed.stats.total.n_evictions > 0
+        assert largest_difference(streamed.logits, resident.logits) == 0.0, f"{n_slots} slots"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_architecture_streams_exactly(arch: str, arch_model: Callable[[str], Path]) -> None:
+    assert_exact_at_all_slot_counts(arch_model(arch), Recipe())
+
+
+def test_real_text_model_with_distinct_experts_streams_exactly(small_demo: Path) -> None:
+    assert_exact_at_all_slot_counts(small_demo, Recipe(n_threads=2))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q6_K],
+    ids=lambda kind: kind.name,
+)
+@pytest.mark.parametrize("repack", [False, True], ids=["raw", "repacked"])
+def test_type_streams_exactly(kind: Type, repack: bool, tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=256, n_ff=256, types={"*_exps.*": kind})
+    assert_exact_at_all_slot_counts(path, Recipe(n_prompt=40, n_greedy=8, repack=repack))
+
+
+def test_repacked_slots_are_used_for_types_that_llama_cpp_repacks(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=256, n_ff=256, types={"*_exps.*": Type.Q4_0})
+    recipe = Recipe(n_prompt=8, n_greedy=2, repack=True)
+    run = stream(path, 2, recipe)
+    if run.repacked_bytes == 0:
+        pytest.skip("this processor has no repacked layout for Q4_0")
+    assert run.repacked_bytes == run.slot_bytes
+
+
+def test_one_repacked_slot_serves_a_top_1_model(tmp_path: Path) -> None:
+    path = write_tiny_moe(
+        tmp_path / "m.gguf", n_expert_used=1, n_embd=256, n_ff=256, types={"*_exps.*": Type.Q4_0}
+    )
+    recipe = Recipe(n_prompt=20, n_greedy=8, n_ubatch=1, repack=True)
+    streamed, resident = stream(path, 1, recipe), evaluate(path, recipe)
+    assert largest_difference(streamed.logits, resident.logits) == 0.0
+
+
+def test_layers_and_tensors_of_different_types_stream_side_by_side(tmp_path: Path) -> None:
+    types = {
+        "*_exps.*": Type.Q4_0,
+        "blk.1.*_exps.*": Type.F16,
+        "blk.2.ffn_down_exps.*": Type.Q6_K,
+    }
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=256, n_ff=256, types=types)
+    assert len({layer.expert_bytes for layer in read_index(path).layers}) == 3
+    assert_exact_at_all_slot_counts(path, Recipe(n_prompt=40, n_greedy=8))
+
+
+@pytest.mark.parametrize("n_shards", [2, 4])
+def test_split_model_streams_exactly(n_shards: int, tiny: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "m.gguf"
+    whole.write_bytes(tiny.read_bytes())
+    shards = split_gguf(whole, n_shards)
+    assert_exact_at_all_slot_counts(shards[0], Recipe(n_prompt=40, n_greedy=8))
+
+
+def test_experts_of_one_layer_in_two_shards_stream_exactly(tiny: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "m.gguf"
+    whole.write_bytes(tiny.read_bytes())
+    first = split_gguf(whole, experts_in_two_shards(whole, 1))[0]
+    assert len({tensor.shard for tensor in read_index(first).layers[1].tensors}) == 2
+    assert_exact_at_all_slot_counts(first, Recipe(n_prompt=40, n_greedy=8))
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+@pytest.mark.parametrize("n_io_threads", [1, 7])
+def test_thread_counts_do_not_change_the_result(
+    n_threads: int, n_io_threads: int, tiny: Path
+) -> None:
+    recipe = Recipe(n_prompt=24, n_greedy=4, n_threads=n_threads, n_ubatch=2)
+    streamed = stream(tiny, 4, recipe, Config(n_io_threads=n_io_threads))
+    assert largest_difference(streamed.logits, evaluate(tiny, recipe).logits) == 0.0
+
+
+def test_without_mmap_the_result_is_the_same(tiny: Path) -> None:
+    recipe = Recipe(n_prompt=24, n_greedy=4, n_ubatch=2, use_mmap=False)
+    streamed = stream(tiny, 4, recipe)
+    assert largest_difference(streamed.logits, evaluate(tiny, recipe).logits) == 0.0
