@@ -1,0 +1,102 @@
+"""What longhaul has to know of the options that go to llama.cpp's tools unchanged. Pure."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from .errors import ConfigError
+
+DEFAULT_UBATCH = 512  # llama.cpp's n_ubatch and n_batch
+DEFAULT_BATCH = 2048
+
+_ELEMENT_BYTES = {"f32": 4.0}  # of the KV cache; every other type takes 2 or less
+_REMOTE = ("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo", "--models-dir")
+
+
+def _spelled(word: str) -> str:
+    """Return an option's name as listed; llama.cpp also takes underscores."""
+    return word.replace("_", "-") if word.startswith("--") else word
+
+
+def option(
+    args: Sequence[str], names: Sequence[str], env: Mapping[str, str], variable: str = ""
+) -> str | None:
+    """Return the last value of an option, as llama.cpp does, else of its environment variable."""
+    value = env.get(variable) if variable else None
+    for word, following in pairwise(args):
+        if _spelled(word) in names:
+            value = following
+    return value
+
+
+def count(
+    args: Sequence[str], names: Sequence[str], env: Mapping[str, str], variable: str, default: int
+) -> int:
+    """Return an option's whole number, 0 or more; raises ConfigError if it is none."""
+    text = option(args, names, env, variable)
+    if text is None:
+        return default
+    try:
+        return max(int(text), 0)
+    except ValueError as e:
+        raise ConfigError(f"{names[-1]} {text!r} is not a whole number") from e
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaArguments:
+    """Hold the options of a llama.cpp tool that decide how much memory a run takes."""
+
+    model: Path | None
+    n_ctx: int = 0  # 0: as many as the model was trained with
+    n_ubatch: int = DEFAULT_UBATCH
+    n_seq: int = 1
+    kv_element_bytes: float = 2.0
+    flash_attention: bool = True
+    other_files: tuple[Path, ...] = ()  # draft model, projector: loaded beside the model
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of the other files."""
+        return sum(path.stat().st_size for path in self.other_files if path.is_file())
+
+
+def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> LlamaArguments:
+    """Read llama.cpp's options; raises ConfigError for one with which nothing can be streamed."""
+    model = option(args, ("-m", "--model"), env, "LLAMA_ARG_MODEL")
+    remote = [word for word in args if _spelled(word) in _REMOTE]
+    if model is None and remote:
+        raise ConfigError(f"{remote[0]} is not supported while streaming; give a file by --model")
+    if "--check-tensors" in map(_spelled, args):
+        raise ConfigError("--check-tensors cannot be used while streaming: experts are not loaded")
+    load_mode = option(args, ("-lm", "--load-mode"), env, "LLAMA_ARG_LOAD_MODE")
+    if load_mode == "mmap+mlock":
+        raise ConfigError(
+            "--load-mode mmap+mlock would lock all experts in memory; use mlock or mmap"
+        )
+    n_batch = count(args, ("-b", "--batch-size"), env, "LLAMA_ARG_BATCH", DEFAULT_BATCH)
+    n_ubatch = count(args, ("-ub", "--ubatch-size"), env, "LLAMA_ARG_UBATCH", DEFAULT_UBATCH)
+    flash = option(args, ("-fa", "--flash-attn"), env, "LLAMA_ARG_FLASH_ATTN")
+    kv_types = [
+        option(args, ("-ctk", "--cache-type-k"), env, "LLAMA_ARG_CACHE_TYPE_K"),
+        option(args, ("-ctv", "--cache-type-v"), env, "LLAMA_ARG_CACHE_TYPE_V"),
+    ]
+    others = [
+        option(
+            args,
+            ("-md", "--spec-draft-model", "--model-draft"),
+            env,
+            "LLAMA_ARG_SPEC_DRAFT_MODEL",
+        ),
+        option(args, ("-mm", "--mmproj"), env, "LLAMA_ARG_MMPROJ"),
+    ]
+    return LlamaArguments(
+        model=Path(model) if model is not None else None,
+        n_ctx=count(args, ("-c", "--ctx-size"), env, "LLAMA_ARG_CTX_SIZE", 0),
+        n_ubatch=min(n_ubatch or n_batch, n_batch or n_ubatch) or DEFAULT_UBATCH,
+        n_seq=count(args, ("-np", "--parallel"), env, "LLAMA_ARG_N_PARALLEL", 1) or 1,
+        kv_element_bytes=max(_ELEMENT_BYTES.get(kind or "", 2.0) for kind in kv_types),
+        flash_attention=flash not in ("off", "0", "false", "disabled"),
+        other_files=tuple(Path(path) for path in others if path is not None),
+    )

@@ -1,0 +1,138 @@
+"""Options and manners that the commands share."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+from .config import Config, parse_cache
+from .errors import ConfigError, LonghaulError
+from .policy import POLICIES
+
+F = TypeVar("F", bound=Callable[..., object])
+
+# Everything that is not ours goes to llama.cpp as it is, in its order.
+# Click would find a one-letter option of ours inside llama.cpp's words (-h in -hf): there is none.
+PASS_THROUGH = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+ARGS = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[LLAMA.CPP OPTIONS]...")
+
+
+class CommandError(click.ClickException):
+    """One line on stderr; exit code 1."""
+
+    exit_code = 1
+
+    def show(self, file: object = None) -> None:
+        """Write the line, whatever `file` is."""
+        click.echo(f"longhaul: error: {' '.join(self.format_message().split())}", err=True)
+
+
+class OptionError(CommandError):
+    """A bad option; exit code 2."""
+
+    exit_code = 2
+
+
+class ToolCommand(click.Command):
+    """Take our long options from among llama.cpp's, which stay as they are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse a command line; -h is --help, a bad option one line."""
+        try:
+            return super().parse_args(ctx, ["--help" if word == "-h" else word for word in args])
+        except click.UsageError as e:
+            raise OptionError(e.format_message()) from e
+
+
+def one_line_errors(command: F) -> F:
+    """Turn our errors into one line: exit code 2 for a bad option, 1 for anything else."""
+
+    @functools.wraps(command)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        try:
+            return command(*args, **kwargs)
+        except LonghaulError as e:
+            raise (OptionError if isinstance(e, ConfigError) else CommandError)(str(e)) from e
+
+    return wrapper  # type: ignore[return-value]
+
+
+def streaming_options(command: F) -> F:
+    """Add the --longhaul options; their values arrive as one Config, None when streaming is off."""
+
+    @functools.wraps(command)
+    def wrapper(
+        *args: object,
+        longhaul: bool,
+        longhaul_cache: str,
+        longhaul_io_threads: str,
+        longhaul_policy: str,
+        **kwargs: object,
+    ) -> object:
+        config = None
+        if longhaul:
+            if longhaul_policy not in POLICIES:
+                known = ", ".join(sorted(POLICIES))
+                raise ConfigError(f"--longhaul-policy {longhaul_policy!r} is none of: {known}")
+            config = Config(
+                cache_bytes=parse_cache(longhaul_cache),
+                n_io_threads=_whole_number("--longhaul-io-threads", longhaul_io_threads),
+                policy=longhaul_policy,
+            )
+        return command(*args, config=config, **kwargs)
+
+    for option in reversed(_STREAMING):
+        wrapper = option(wrapper)
+    return wrapper  # type: ignore[return-value]
+
+
+def _whole_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as e:
+        raise ConfigError(f"{name} {text!r} is not a whole number") from e
+
+
+def help_llama_option(name: str) -> Callable[[F], F]:
+    """Add --help-llama, which shows what llama.cpp's own tool takes."""
+    return click.option(
+        "--help-llama",
+        is_flag=True,
+        help=f"show llama.cpp's own options, all of which {name} takes",
+    )
+
+
+_STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
+    click.option(
+        "--longhaul/--no-longhaul",
+        default=True,
+        show_default=True,
+        help="stream routed experts, or load the whole model as llama.cpp does",
+    ),
+    click.option(
+        "--longhaul-cache",
+        envvar="LONGHAUL_CACHE",
+        metavar="SIZE",
+        default="auto",
+        show_default=True,
+        help="memory for routed experts in GiB, or with a unit such as 512MiB;"
+        " auto takes what is left",
+    ),
+    click.option(
+        "--longhaul-io-threads",
+        envvar="LONGHAUL_IO_THREADS",
+        metavar="N",
+        default="4",
+        show_default=True,
+        help="threads that read experts",
+    ),
+    click.option(
+        "--longhaul-policy",
+        envvar="LONGHAUL_POLICY",
+        metavar="NAME",
+        default="lru",
+        show_default=True,
+        help=f"which expert leaves the cache: {', '.join(sorted(POLICIES))}",
+    ),
+]

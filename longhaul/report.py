@@ -1,0 +1,113 @@
+"""The lines that a run shows: what is planned before it, what happened after it. Pure text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .budget import GIB, MIB, BudgetPlan, gib_down, slots_bytes
+from .experts import MoeModel
+from .stats import Stats
+
+
+def span(values: Sequence[int]) -> str:
+    """Write numbers as one, or as the least and the most."""
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def model_line(model: MoeModel) -> str:
+    """Describe the model: layers with experts, experts and how many a token uses, sizes."""
+    n_expert = span([layer.n_expert for layer in model.layers])
+    n_used = span([layer.n_expert_used for layer in model.layers])
+    return (
+        f"model   {model.name or model.path.name} ({model.arch}), {len(model.layers)} layers of"
+        f" {n_expert} experts, top-{n_used}, experts {model.expert_bytes / GIB:.2f} GiB,"
+        f" rest {model.dense_bytes / GIB:.2f} GiB"
+    )
+
+
+def budget_lines(
+    model: MoeModel, n_slots: Sequence[int], budget_bytes: int, *, automatic: bool
+) -> list[str]:
+    """Describe the budget and what it buys, with a warning when it is below one token's experts."""
+    bytes_used = slots_bytes(model.layers, n_slots)
+    share = bytes_used / model.expert_bytes
+    lines = [
+        f"cache   {gib_down(budget_bytes)} GiB{' (auto)' if automatic else ''}:"
+        f" {span(n_slots)} slots per layer, {bytes_used / MIB:.1f} MiB, {share:.1%} of the experts"
+    ]
+    if bytes_used < model.token_cycle_bytes:
+        lines.append(
+            f"warning the cache is below the {model.token_cycle_bytes / MIB:.1f} MiB of experts"
+            " that one token uses; every token reads most of them again"
+        )
+    return lines
+
+
+def ubatch_line(n_ubatch_limit: int | None, n_ubatch: int) -> str:
+    """Describe the ubatch, and why it is smaller than asked if it is."""
+    if n_ubatch_limit is None or n_ubatch_limit >= n_ubatch:
+        return f"ubatch  {n_ubatch}"
+    return (
+        f"ubatch  {n_ubatch_limit} instead of {n_ubatch}, so that it cannot select more experts"
+        " than there are slots"
+    )
+
+
+def read_line(modes: Sequence[str], n_io_threads: int) -> str:
+    """Describe how shards are read; a fallback is named."""
+    names = {
+        "direct": "uncached (O_DIRECT)",
+        "nocache": "uncached (F_NOCACHE)",
+        "dontneed": "through the page cache, dropped after use: this file system refuses uncached"
+        " reads",
+        "cached": "through the page cache",
+    }
+    shown = "; ".join(names[mode] for mode in sorted(set(modes)))
+    return f"reads   {shown}, {n_io_threads} threads"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """Sum what a run is planned to take, in bytes."""
+
+    terms: tuple[tuple[str, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """All terms together."""
+        return sum(size for _, size in self.terms)
+
+    def line(self) -> str:
+        """Write every term and the sum."""
+        parts = " + ".join(f"{name} {size / MIB:.0f}" for name, size in self.terms if size)
+        return f"memory  {self.total_bytes / MIB:.0f} MiB planned: {parts}"
+
+
+def planned_memory(plan: BudgetPlan, slot_bytes: int, base_bytes: int) -> PlannedMemory:
+    """Return a plan's terms with the slots really taken; `base_bytes` is the process before."""
+    terms = tuple(term for term in plan.terms if term[0] != "floor")
+    return PlannedMemory((("slots", slot_bytes), *terms, ("process", base_bytes)))
+
+
+def summary_lines(stats: Stats, peak_rss_bytes: int, planned_bytes: int) -> list[str]:
+    """Say what happened: hit rates, bytes per token, rates, share of waiting, memory."""
+    lines = []
+    for name, counters in (("prompt ", stats.prefill), ("tokens ", stats.decode)):
+        if counters.n_tokens:
+            wait_share = counters.wait_s / counters.compute_s if counters.compute_s else 0.0
+            lines.append(
+                f"{name} {counters.n_tokens} at {counters.tokens_per_s:.2f} tok/s,"
+                f" hit rate {counters.hit_rate:.1%},"
+                f" {counters.read_bytes_per_token / MIB:.2f} MiB read per token,"
+                f" {wait_share:.0%} of the time waiting"
+            )
+    total = stats.total
+    lines.append(
+        f"total   {total.n_tokens} tokens, hit rate {total.hit_rate:.1%},"
+        f" {total.read_bytes_per_token / MIB:.2f} MiB read per token,"
+        f" {total.n_evictions} evictions, {total.n_errors} errors"
+    )
+    lines.append(
+        f"memory  peak RSS {peak_rss_bytes / MIB:.0f} MiB, planned {planned_bytes / MIB:.0f} MiB"
+    )
+    return lines

@@ -1,0 +1,231 @@
+"""Who may import whom, and what importing the package must not load."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from longhaul.errors import PatchError
+from longhaul.library import lib_dir
+
+PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
+
+ERRORS = {"errors"}
+VALUES = {"errors", "config", "experts", "stats"}
+PURE = {"policy", "residency", "planner", "budget"}
+BOUNDARY = {"index", "native", "llama"}
+
+# What of ours each module may import, at most.
+OURS: dict[str, set[str]] = {
+    # 0
+    "errors": set(),
+    # 1
+    "config": ERRORS,
+    "experts": ERRORS,
+    "stats": ERRORS,
+    "library": ERRORS,
+    "arguments": ERRORS,
+    # 2, pure policy: each may import those before it
+    "policy": VALUES,
+    "residency": VALUES | {"policy"},
+    "planner": VALUES | {"policy", "residency"},
+    "budget": VALUES,
+    "report": VALUES | {"budget"},
+    # 2, boundary: never pure policy, never each other
+    "gguf_header": VALUES,
+    "index": VALUES | {"gguf_header"},
+    "native": VALUES | {"library"},
+    "llama": VALUES | {"library"},
+    "demo": VALUES | {"gguf_header"},
+    # 3
+    "engine": VALUES | PURE | BOUNDARY,
+    # 4
+    "options": {"errors", "config", "policy"},
+    "tool": VALUES | PURE | BOUNDARY | {"engine", "arguments", "report", "demo", "library"},
+    # 5: never one another
+    "cli": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
+    "main": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
+    "__init__": {"errors", "config"},
+}
+
+# What of others' each module may import, at most.
+THIRD: dict[str, set[str]] = {
+    **{name: {"numpy"} for name in ("config", "experts", "stats", *PURE, "engine")},
+    "gguf_header": {"gguf"},
+    "native": {"cffi"},
+    "llama": {"llama_cpp", "numpy"},
+    "demo": {"gguf", "numpy"},
+    **{name: {"click"} for name in ("options", "cli", "main")},
+}
+
+ONLY_IN_BODIES = {"cli": {"tool"}, "main": {"tool"}}  # so that --help needs no libraries
+ONLY_FOR_TYPES = {"residency": {"planner"}}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str  # of ours by its bare name, of others by the first part of theirs
+    ours: bool
+    place: str  # top, body or types
+    line: int
+
+
+def imports_of(name: str) -> list[Import]:
+    tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+    return list(walk(tree, "top"))
+
+
+def walk(node: ast.AST, place: str) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                root, _, rest = alias.name.partition(".")
+                ours = root == "longhaul"
+                yield Import(rest if ours else root, ours, place, child.lineno)
+        elif isinstance(child, ast.ImportFrom):
+            yield from from_import(child, place)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from walk(child, "body")
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            yield from walk(child, "types")
+        else:
+            yield from walk(child, place)
+
+
+def from_import(node: ast.ImportFrom, place: str) -> Iterator[Import]:
+    assert [alias.name for alias in node.names] != ["*"], f"line {node.lineno}"
+    if node.level == 0:
+        assert node.module is not None
+        yield Import(node.module.split(".")[0], False, place, node.lineno)
+    elif node.module:
+        yield Import(node.module, True, place, node.lineno)
+    else:  # from . import native
+        for alias in node.names:
+            yield Import(alias.name, True, place, node.lineno)
+
+
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+every_module = pytest.mark.parametrize("name", MODULES)
+
+
+def test_the_table_names_every_module() -> None:
+    assert sorted(OURS) == MODULES
+    assert set(THIRD) <= set(OURS)
+
+
+@every_module
+def test_modules_import_only_what_their_layer_may(name: str) -> None:
+    for found in imports_of(name):
+        if not found.ours or found.module in ONLY_FOR_TYPES.get(name, set()):
+            continue
+        assert found.module in OURS[name], f"{name}.py:{found.line} imports {found.module}"
+
+
+@every_module
+def test_modules_import_only_the_packages_that_are_theirs(name: str) -> None:
+    for found in imports_of(name):
+        if found.ours or found.module in sys.stdlib_module_names:
+            continue
+        assert found.module in THIRD.get(name, set()), f"{name}.py:{found.line}: {found.module}"
+
+
+@every_module
+def test_own_modules_are_imported_relatively(name: str) -> None:
+    absolute = [found for found in imports_of(name) if found.module == "longhaul"]
+    assert absolute == []
+
+
+@every_module
+def test_imports_stand_at_the_top_but_for_the_exceptions(name: str) -> None:
+    bodies, types = ONLY_IN_BODIES.get(name, set()), ONLY_FOR_TYPES.get(name, set())
+    for found in imports_of(name):
+        expected = "body" if found.module in bodies else "types" if found.module in types else "top"
+        if found.module != "typing":
+            assert found.place == expected, f"{name}.py:{found.line}"
+
+
+def test_there_are_no_cycles() -> None:
+    waiting = {
+        name: {found.module for found in imports_of(name) if found.ours and found.place != "types"}
+        for name in MODULES
+    }
+    while waiting:
+        ready = {name for name, needs in waiting.items() if not needs & set(waiting)}
+        assert ready, f"these import one another: {sorted(waiting)}"
+        waiting = {name: needs for name, needs in waiting.items() if name not in ready}
+
+
+def test_the_checks_see_what_they_should() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\n"
+        "from . import native\n"
+        "import gguf.constants\n"
+        "import longhaul.tool\n"
+        "if TYPE_CHECKING:\n    from .planner import Plan\n"
+        "try:\n    import numpy\nexcept ImportError:\n    pass\n"
+        "class A:\n    def f(self):\n        from .tool import run\n"
+    )
+    found = {(i.module, i.ours, i.place) for i in walk(ast.parse(source), "top")}
+    assert found == {
+        ("typing", False, "top"),
+        ("native", True, "top"),
+        ("gguf", False, "top"),
+        ("tool", True, "top"),
+        ("planner", True, "types"),
+        ("numpy", False, "top"),
+        ("tool", True, "body"),
+    }
+
+
+# --- what is loaded -------------------------------------------------------------------------------
+
+LOADED = """
+import sys
+from pathlib import Path
+import {module}
+print(*sys.modules)
+maps = Path("/proc/self/maps")
+print(*{{line.split("/")[-1] for line in maps.read_text().splitlines() if "/" in line}})
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+@pytest.mark.parametrize("module", ["longhaul", "longhaul.cli", "longhaul.main"])
+def test_importing_loads_no_library(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(module=module)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules, files = (set(line.split()) for line in done.stdout.splitlines())
+    assert module in modules
+    assert not modules & {"llama_cpp", "gguf", "longhaul.native", "longhaul.llama", "longhaul.tool"}
+    assert any(name.startswith("libc") for name in files)
+    assert not [name for name in files if name.startswith(("liblonghaul", "libllama", "libggml"))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+def test_the_library_would_be_seen_if_it_were_loaded() -> None:
+    try:
+        folder = lib_dir()
+    except PatchError as e:
+        pytest.skip(str(e))
+    code = LOADED.format(module="longhaul.native").replace(
+        "print(*sys.modules)", "longhaul.native._lib()\nprint(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "LONGHAUL_LIB_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    files = done.stdout.splitlines()[1].split()
+    assert [name for name in files if name.startswith("liblonghaul")]
