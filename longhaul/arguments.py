@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from .budget import RunSizes
 from .errors import ConfigError
 
 DEFAULT_UBATCH = 512  # llama.cpp's n_ubatch and n_batch
 DEFAULT_BATCH = 2048
 
 _ELEMENT_BYTES = {"f32": 4.0}  # of the KV cache; every other type takes 2 or less
+_MODEL = ("-m", "--model")
 _REMOTE = ("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo", "--models-dir")
+_REMOTE_VARIABLES = ("LLAMA_ARG_HF_REPO", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_DOCKER_REPO")
 
 
 def _spelled(word: str) -> str:
@@ -49,12 +52,24 @@ class LlamaArguments:
     """Hold the options of a llama.cpp tool that decide how much memory a run takes."""
 
     model: Path | None
-    n_ctx: int = 0  # 0: as many as the model was trained with
+    n_ctx: int | None = None  # 0: as many as the model was trained with; None: not said
     n_ubatch: int = DEFAULT_UBATCH
     n_seq: int = 1
     kv_element_bytes: float = 2.0
     flash_attention: bool = True
     other_files: tuple[Path, ...] = ()  # draft model, projector: loaded beside the model
+
+    def sizes(self, default_ctx: int = 0) -> RunSizes:
+        """Return what costs memory; the read buffers are not llama.cpp's and left at 0."""
+        return RunSizes(
+            n_ctx=default_ctx if self.n_ctx is None else self.n_ctx,
+            n_ubatch=self.n_ubatch,
+            read_buffer_bytes=0,
+            n_seq=self.n_seq,
+            kv_element_bytes=self.kv_element_bytes,
+            flash_attention=self.flash_attention,
+            other_bytes=self.other_bytes,
+        )
 
     @property
     def other_bytes(self) -> int:
@@ -62,12 +77,27 @@ class LlamaArguments:
         return sum(path.stat().st_size for path in self.other_files if path.is_file())
 
 
+def remote_models(args: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return options and variables by which llama.cpp gets a model from somewhere else."""
+    words = [word for word in args if _spelled(word) in _REMOTE]
+    return words + [variable for variable in _REMOTE_VARIABLES if env.get(variable)]
+
+
+def names_model(args: Sequence[str], env: Mapping[str, str] = os.environ) -> bool:
+    """Say whether the tool is told which model to use."""
+    return option(args, _MODEL, env, "LLAMA_ARG_MODEL") is not None or bool(
+        remote_models(args, env) or (args and args[-1] in _MODEL)
+    )
+
+
 def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> LlamaArguments:
     """Read llama.cpp's options; raises ConfigError for one with which nothing can be streamed."""
-    model = option(args, ("-m", "--model"), env, "LLAMA_ARG_MODEL")
-    remote = [word for word in args if _spelled(word) in _REMOTE]
+    model = option(args, _MODEL, env, "LLAMA_ARG_MODEL")
+    remote = remote_models(args, env)
     if model is None and remote:
         raise ConfigError(f"{remote[0]} is not supported while streaming; give a file by --model")
+    if model is None and args and args[-1] in _MODEL:
+        raise ConfigError(f"{args[-1]} has no value; give a GGUF file")
     if "--check-tensors" in map(_spelled, args):
         raise ConfigError("--check-tensors cannot be used while streaming: experts are not loaded")
     load_mode = option(args, ("-lm", "--load-mode"), env, "LLAMA_ARG_LOAD_MODE")
@@ -91,9 +121,10 @@ def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> 
         ),
         option(args, ("-mm", "--mmproj"), env, "LLAMA_ARG_MMPROJ"),
     ]
+    n_ctx = count(args, ("-c", "--ctx-size"), env, "LLAMA_ARG_CTX_SIZE", -1)
     return LlamaArguments(
         model=Path(model) if model is not None else None,
-        n_ctx=count(args, ("-c", "--ctx-size"), env, "LLAMA_ARG_CTX_SIZE", 0),
+        n_ctx=None if n_ctx < 0 else n_ctx,
         n_ubatch=min(n_ubatch or n_batch, n_batch or n_ubatch) or DEFAULT_UBATCH,
         n_seq=count(args, ("-np", "--parallel"), env, "LLAMA_ARG_N_PARALLEL", 1) or 1,
         kv_element_bytes=max(_ELEMENT_BYTES.get(kind or "", 2.0) for kind in kv_types),

@@ -323,12 +323,9 @@ class BudgetPlan:
         return lines
 
 
-def auto_budget(model: MoeModel, limit: MemoryLimit, run: RunSizes) -> BudgetPlan:
-    """Plan how many bytes routed experts get when the user names no size.
-
-    Raises BudgetError if what remains is below the least that the model can run with.
-    """
-    plan = BudgetPlan(
+def plan_memory(model: MoeModel, limit: MemoryLimit, run: RunSizes) -> BudgetPlan:
+    """Plan what a run takes, whether or not that leaves enough for experts."""
+    return BudgetPlan(
         limit=limit,
         dense_bytes=model.dense_bytes,
         kv_bytes=kv_cache_bytes(model, run.n_ctx, run.n_seq, run.kv_element_bytes),
@@ -339,6 +336,14 @@ def auto_budget(model: MoeModel, limit: MemoryLimit, run: RunSizes) -> BudgetPla
         expert_bytes=model.expert_bytes,
         least_bytes=least_budget_bytes(model.layers),
     )
+
+
+def auto_budget(model: MoeModel, limit: MemoryLimit, run: RunSizes) -> BudgetPlan:
+    """Plan how many bytes routed experts get when the user names no size.
+
+    Raises BudgetError if what remains is below the least that the model can run with.
+    """
+    plan = plan_memory(model, limit, run)
     if model.is_moe and plan.left_bytes < plan.least_bytes:
         wanted = ", ".join(f"{name} {gib_up(size)}" for name, size in plan.terms if size)
         raise BudgetError(

@@ -7,6 +7,7 @@ from fractions import Fraction
 from .errors import ConfigError
 
 MAX_IO_THREADS = 256
+BLOCK_BYTES = 4096  # what uncached reads are aligned to
 MAX_CACHE_BYTES = 2**63 - 1  # sizes cross the C API as int64
 
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -23,6 +24,7 @@ class Config:
     uncached: bool = True  # read past the page cache
     repack: bool = True  # let the CPU backend repack expert weights
     policy: str = "lru"  # name of the eviction policy
+    chunk_bytes: int = 512 * 1024  # one read: reaches a disk's full rate with 4 in flight
 
     def __post_init__(self) -> None:
         if self.cache_bytes is not None and not 0 < self.cache_bytes <= MAX_CACHE_BYTES:
@@ -34,8 +36,18 @@ class Config:
             raise ConfigError(
                 f"{self.n_io_threads} read threads cannot be used; give 1 to {MAX_IO_THREADS}"
             )
+        if self.chunk_bytes < BLOCK_BYTES or self.chunk_bytes % BLOCK_BYTES:
+            raise ConfigError(
+                f"reads of {self.chunk_bytes} bytes cannot be used;"
+                f" give a multiple of {BLOCK_BYTES}"
+            )
         if not self.policy:
             raise ConfigError("policy has no name; give one such as lru")
+
+    @property
+    def read_buffer_bytes(self) -> int:
+        """Bytes of the read threads' buffers: a chunk, and the blocks at its two ends."""
+        return self.n_io_threads * (self.chunk_bytes + 2 * BLOCK_BYTES)
 
 
 def parse_cache(text: str) -> int | None:

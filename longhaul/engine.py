@@ -29,7 +29,6 @@ from .policy import POLICIES
 from .residency import Residency
 from .stats import Stats
 
-CHUNK_BYTES = 512 * 1024  # one read; large enough for the full rate of a disk at 4 in flight
 NO_UBATCH_LIMIT = 2**31 - 1
 
 
@@ -60,7 +59,7 @@ class Engine:
         self.n_ubatch_limit = ubatch_limit(model.layers, n_slots)
         self._on_error = on_error
         with ExitStack() as undo:
-            self.pool = undo.enter_context(ReadPool(config.n_io_threads, CHUNK_BYTES))
+            self.pool = undo.enter_context(ReadPool(config.n_io_threads, config.chunk_bytes))
             files = [self.pool.open_file(path, config.uncached) for path in model.shards]
             self._stream = undo.enter_context(self._open_stream(files))
             self._residencies = [
@@ -105,9 +104,14 @@ class Engine:
                 self._on_error(e)
             raise
 
+    def take_error(self) -> BaseException | None:
+        """Return what a callback raised since the last call, if anything."""
+        error, self._stream.error = self._stream.error, None
+        return error
+
     def raise_kept(self) -> None:
         """Raise what a callback raised since the last call, if anything."""
-        error, self._stream.error = self._stream.error, None
+        error = self.take_error()
         if error is not None:
             raise error
 

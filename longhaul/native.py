@@ -58,6 +58,11 @@ def _tools_lib() -> Any:
         raise PatchError(f"llama.cpp's tools cannot be loaded: {e}; run `make build`") from e
 
 
+def require_libraries() -> None:
+    """Load the libraries; raises PatchError if they are missing or of another build."""
+    _tools_lib()
+
+
 def exception_for(status: int, message: str, code: int) -> LonghaulError:
     """Return the exception that stands for a failed status; `code` is errno or 0."""
     lib = _lib()

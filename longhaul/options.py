@@ -40,9 +40,13 @@ class ToolCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse a command line; -h is --help, a bad option one line."""
         try:
-            return super().parse_args(ctx, ["--help" if word == "-h" else word for word in args])
+            rest = super().parse_args(ctx, ["--help" if word == "-h" else word for word in args])
         except click.UsageError as e:
             raise OptionError(e.format_message()) from e
+        for word in ctx.params.get("args", ()):
+            if word.startswith("--longhaul"):
+                raise OptionError(f"no option {word}; --help lists those of longhaul")
+        return rest
 
 
 def one_line_errors(command: F) -> F:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .budget import GIB, MIB, BudgetPlan, gib_down, slots_bytes
+from .budget import GIB, MIB, BudgetPlan, MemoryLimit, gib_down, slots_bytes
 from .experts import MoeModel
 from .stats import Stats
 
@@ -43,13 +43,29 @@ def budget_lines(
     return lines
 
 
-def ubatch_line(n_ubatch_limit: int | None, n_ubatch: int) -> str:
-    """Describe the ubatch, and why it is smaller than asked if it is."""
-    if n_ubatch_limit is None or n_ubatch_limit >= n_ubatch:
-        return f"ubatch  {n_ubatch}"
+def ubatch_line(n_ubatch: int, n_ubatch_asked: int) -> str:
+    """Describe the effective ubatch, and why it is smaller than asked if it is."""
+    if n_ubatch >= n_ubatch_asked:
+        return f"ubatch  {n_ubatch_asked}"
     return (
-        f"ubatch  {n_ubatch_limit} instead of {n_ubatch}, so that it cannot select more experts"
-        " than there are slots"
+        f"ubatch  {n_ubatch} instead of {n_ubatch_asked},"
+        " so that it cannot select more experts than there are slots"
+    )
+
+
+def context_line(n_ctx: int, n_ctx_train: int) -> str:
+    """Say that a context which nobody asked for was cut."""
+    return (
+        f"context {n_ctx} instead of {n_ctx_train}, so that the KV cache leaves room;"
+        " --ctx-size chooses"
+    )
+
+
+def overcommit_line(planned_bytes: int, limit: MemoryLimit) -> str:
+    """Warn that less memory is free than the run is planned to take."""
+    return (
+        f"warning {planned_bytes / MIB:.0f} MiB are planned, but only"
+        f" {limit.available_bytes / MIB:.0f} MiB are available ({limit.source})"
     )
 
 

@@ -7,23 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import demo, native, report
-from .arguments import LlamaArguments, read_arguments
-from .budget import BudgetPlan, RunSizes, auto_budget, memory_limit, plan_slots
+from .arguments import names_model, read_arguments
 from .config import Config
-from .engine import CHUNK_BYTES, Engine
-from .experts import MoeModel
+from .engine import Engine
 from .index import read_index
+from .launch import plan_run
 
-READ_SLACK_BYTES = 8192  # of each worker's buffer, for the blocks that a range starts and ends in
+DEFAULT_CONTEXT = {"perplexity": 512}  # tools that do not take the whole trained context
 
 
 def run_command(
     tool: str, program: str, config: Config | None, args: Sequence[str], *, help_llama: bool
 ) -> int:
     """Run a tool as a command does: for its help, whole (`config` is None), or streaming."""
+    native.require_libraries()
     if help_llama:
         return native.run_tool(tool, program, ["--help"])
     if config is None:
+        if tool != "quantize" and not names_model(args):
+            args = ["--model", str(demo.ensure(progress=say)), *args]
         return native.run_tool(tool, program, args)
     return run(tool, program, config, args)
 
@@ -31,8 +33,8 @@ def run_command(
 def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
     """Run a tool with streaming where the model has routed experts; return its exit code.
 
-    Raises ConfigError or ModelError before anything is loaded, and what a failed read raised after
-    the tool has returned.
+    Raises ConfigError, ModelError or ReadError before anything is loaded. A read that fails later
+    is told at once and makes the exit code 1.
     """
     arguments = read_arguments(args)
     path = arguments.model
@@ -46,52 +48,27 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
             " nothing is streamed"
         )
         return native.run_tool(tool, program, args)
-    return _run_streaming(tool, program, config, args, arguments, model)
-
-
-def _run_streaming(
-    tool: str,
-    program: str,
-    config: Config,
-    args: Sequence[str],
-    arguments: LlamaArguments,
-    model: MoeModel,
-) -> int:
-    plan, budget_bytes = _plan_budget(config, arguments, model)
-    n_slots = plan_slots(model.layers, budget_bytes)
-    base_bytes = rss_bytes()
-    with Engine(model, n_slots, config, on_error=lambda error: say(f"error   {error}")) as engine:
-        planned = report.planned_memory(plan, engine.budget_bytes, base_bytes)
-        automatic = config.cache_bytes is None
-        say(report.model_line(model))
-        for line in report.budget_lines(model, n_slots, budget_bytes, automatic=automatic):
-            say(line)
-        say(report.ubatch_line(engine.n_ubatch_limit, arguments.n_ubatch))
-        say(report.read_line(engine.pool.modes, config.n_io_threads))
-        say(planned.line())
-        code = native.run_tool(tool, program, args)
-        sys.stdout.flush()
-        for line in report.summary_lines(engine.stats(), peak_rss_bytes(), planned.total_bytes):
-            say(line)
-        engine.raise_kept()
-        return code
-
-
-def _plan_budget(
-    config: Config, arguments: LlamaArguments, model: MoeModel
-) -> tuple[BudgetPlan, int]:
-    sizes = RunSizes(
-        n_ctx=arguments.n_ctx,
-        n_ubatch=arguments.n_ubatch,
-        read_buffer_bytes=config.n_io_threads * (CHUNK_BYTES + READ_SLACK_BYTES),
-        n_seq=arguments.n_seq,
-        kv_element_bytes=arguments.kv_element_bytes,
-        flash_attention=arguments.flash_attention,
-        other_bytes=arguments.other_bytes,
+    default_ctx = DEFAULT_CONTEXT.get(tool, 0)
+    plan = plan_run(
+        model,
+        arguments.sizes(default_ctx),
+        config,
+        may_cut_context=arguments.n_ctx is None and default_ctx == 0,
     )
-    limit = memory_limit()
-    plan = auto_budget(model, limit, sizes)
-    return plan, plan.budget_bytes if config.cache_bytes is None else config.cache_bytes
+    with Engine(model, plan.n_slots, config, on_error=_say_error) as engine:
+        for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
+            say(line)
+        code = native.run_tool(tool, program, [*args, *plan.extra_args])
+        sys.stdout.flush()
+        for line in report.summary_lines(
+            engine.stats(), peak_rss_bytes(), plan.planned.total_bytes
+        ):
+            say(line)
+        return 1 if engine.take_error() is not None else code
+
+
+def _say_error(error: BaseException) -> None:
+    say(f"error: {error}")
 
 
 def say(line: str) -> None:

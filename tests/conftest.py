@@ -18,13 +18,13 @@ ARCHS = ["llama", "qwen3moe", "qwen35moe", "laguna", "gpt-oss", "deepseek2", "ma
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_openmp() -> None:
-    """Let waiting threads sleep: tests share the machine, and spinning threads would starve each other."""
+    """Let waiting threads sleep: spinning ones starve each other when anything else runs."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")
 def libraries() -> Path:
-    """The folder of the native libraries; tests that need them are skipped where they are not built."""
+    """The folder of the native libraries; without them the tests that need them are skipped."""
     try:
         folder = lib_dir()
     except PatchError as e:

@@ -67,7 +67,7 @@ def stream(path: Path, n_slots: int, recipe: Recipe, config: Config | None = Non
 
 
 def largest_difference(a: Logits, b: Logits) -> float:
-    """Compare logits; raises AssertionError if there are none, or if they are not finite and varied."""
+    """Compare logits; raises AssertionError if they are empty, not finite or all the same."""
     assert a.shape == b.shape
     assert a.size > 0
     assert np.isfinite(a).all()

@@ -40,7 +40,7 @@ def test_counts() -> None:
 def test_defaults_are_those_of_llama_cpp() -> None:
     expected = LlamaArguments(
         model=None,
-        n_ctx=0,
+        n_ctx=None,
         n_ubatch=512,
         n_seq=1,
         kv_element_bytes=2.0,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import write_tiny_moe
 from streaming import Recipe, evaluate, largest_difference, stream
 
 from longhaul import llama
@@ -16,7 +17,6 @@ from longhaul.engine import Engine
 from longhaul.errors import ConfigError, DecodeError, NativeError, ReadError
 from longhaul.experts import MoeModel
 from longhaul.index import read_index
-from models import write_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("libraries")
 
@@ -50,7 +50,8 @@ def cached_pages(path: Path, offset: int, size: int) -> int:
         "path, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
         "libc.mmap.restype = ctypes.c_void_p\n"
-        "libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]\n"
+        "kinds = [ctypes.c_int] * 3 + [ctypes.c_long]\n"
+        "libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *kinds]\n"
         "libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]\n"
         "file = open(path, 'rb')\n"
         "size = (last - first) * mmap.PAGESIZE\n"
@@ -125,7 +126,8 @@ def test_effective_ubatch_is_logged(tiny: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level("INFO", logger="longhaul.llama"), open_engine(read_index(tiny), 5):
         with llama.Model(tiny) as loaded, llama.Context(loaded, n_ubatch=64):
             pass
-    assert [text for text in caplog.messages if "n_ubatch" in text][0].split()[-1] == "2"
+    line = next(text for text in caplog.messages if "n_ubatch" in text)
+    assert line.split()[-1] == "2"
 
 
 def test_counters_tell_prefill_from_decode(tiny: Path) -> None:
@@ -158,7 +160,7 @@ def test_failed_read_fails_the_decode_and_nothing_else(tmp_path: Path) -> None:
             tokens = evaluated_tokens(loaded.n_vocab, 12)
             with pytest.raises(DecodeError):
                 context.decode(tokens)
-            with pytest.raises(ReadError, match=rf"m\.gguf: cannot read \d+ bytes at offset \d+"):
+            with pytest.raises(ReadError, match=r"m\.gguf: cannot read \d+ bytes at offset \d+"):
                 engine.raise_kept()
             engine.raise_kept()  # raised once
             assert engine.stats().total.n_errors == 1

@@ -41,7 +41,17 @@ def test_real_text_model_with_distinct_experts_streams_exactly(small_demo: Path)
 
 @pytest.mark.parametrize(
     "kind",
-    [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q6_K],
+    [
+        Type.F16,
+        Type.BF16,
+        Type.Q8_0,
+        Type.Q4_0,
+        Type.Q4_1,
+        Type.Q5_0,
+        Type.Q5_1,
+        Type.Q4_K,
+        Type.Q6_K,
+    ],
     ids=lambda kind: kind.name,
 )
 @pytest.mark.parametrize("repack", [False, True], ids=["raw", "repacked"])

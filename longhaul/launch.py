@@ -1,0 +1,122 @@
+"""Plans a run: slots, context and memory, and the lines that say so."""
+
+from dataclasses import dataclass, replace
+
+from . import report
+from .budget import (
+    BudgetPlan,
+    MemoryLimit,
+    RunSizes,
+    auto_budget,
+    effective_ubatch,
+    kv_cache_bytes,
+    memory_limit,
+    plan_memory,
+    plan_slots,
+    slots_bytes,
+)
+from .config import Config
+from .errors import ConfigError
+from .experts import MoeModel
+
+PROCESS_BYTES = 96 * 2**20  # Python, numpy and the libraries, as measured on x86-64 Linux
+KV_SHARE = 0.25  # of free memory that a context which nobody asked for may take
+LEAST_CONTEXT = 4096  # which such a context is not cut below, as with llama.cpp's --fit
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Hold what a run was planned to be."""
+
+    model: MoeModel
+    n_slots: tuple[int, ...]
+    budget_bytes: int
+    automatic: bool
+    n_ubatch: int
+    n_ubatch_asked: int
+    n_ctx_cut: int  # 0: as asked
+    memory: BudgetPlan
+    limit_known: bool
+
+    @property
+    def extra_args(self) -> list[str]:
+        """What the tool has to be told."""
+        return ["--ctx-size", str(self.n_ctx_cut)] if self.n_ctx_cut else []
+
+    @property
+    def planned(self) -> report.PlannedMemory:
+        """The memory that the run should take."""
+        bytes_used = slots_bytes(self.model.layers, self.n_slots)
+        return report.planned_memory(self.memory, bytes_used, PROCESS_BYTES)
+
+    def lines(self) -> list[str]:
+        """Write the plan, a line for each subject."""
+        lines = [report.model_line(self.model)]
+        lines += report.budget_lines(
+            self.model, self.n_slots, self.budget_bytes, automatic=self.automatic
+        )
+        lines.append(report.ubatch_line(self.n_ubatch, self.n_ubatch_asked))
+        if self.n_ctx_cut:
+            lines.append(report.context_line(self.n_ctx_cut, self.model.n_ctx_train))
+        lines.append(self.planned.line())
+        available_bytes = self.memory.limit.available_bytes
+        if self.limit_known and self.planned.total_bytes > available_bytes:
+            lines.append(report.overcommit_line(self.planned.total_bytes, self.memory.limit))
+        return lines
+
+
+def plan_run(
+    model: MoeModel, sizes: RunSizes, config: Config, *, may_cut_context: bool = False
+) -> RunPlan:
+    """Plan slots and context; `sizes` are those asked for, read buffers aside.
+
+    A context that nobody asked for may be cut so that its KV cache leaves room. Raises BudgetError
+    if the budget, or what is left for one, is too small.
+    """
+    sizes = replace(sizes, read_buffer_bytes=config.read_buffer_bytes)
+    limit = _limit(config)
+    n_ctx_cut = cut_context(model, sizes, limit) if may_cut_context and limit else 0
+    sizes = replace(sizes, n_ctx=n_ctx_cut or sizes.n_ctx)
+    known = limit or MemoryLimit(0, 0, "unknown")
+    if config.cache_bytes is None:
+        budget_bytes = auto_budget(model, known, sizes).budget_bytes
+    else:
+        budget_bytes = config.cache_bytes
+    n_slots = plan_slots(model.layers, budget_bytes)
+    n_ubatch = effective_ubatch(model.layers, n_slots, sizes.n_ubatch)
+    return RunPlan(
+        model=model,
+        n_slots=n_slots,
+        budget_bytes=budget_bytes,
+        automatic=config.cache_bytes is None,
+        n_ubatch=n_ubatch,
+        n_ubatch_asked=sizes.n_ubatch,
+        n_ctx_cut=n_ctx_cut,
+        memory=plan_memory(model, known, replace(sizes, n_ubatch=n_ubatch)),
+        limit_known=limit is not None,
+    )
+
+
+def _limit(config: Config) -> MemoryLimit | None:
+    """Return the limit; None if it cannot be known and the user gave a size."""
+    try:
+        return memory_limit()
+    except ConfigError:
+        if config.cache_bytes is None:
+            raise
+        return None
+
+
+def cut_context(model: MoeModel, sizes: RunSizes, limit: MemoryLimit) -> int:
+    """Return the context to take when none was asked for; 0 if the trained one does.
+
+    It is halved until its KV cache takes at most a quarter of what dense weights leave.
+    """
+    room_bytes = KV_SHARE * max(limit.available_bytes - model.dense_bytes, 0)
+    n_ctx = model.n_ctx_train
+    while (
+        n_ctx > LEAST_CONTEXT
+        and kv_cache_bytes(model, n_ctx, sizes.n_seq, sizes.kv_element_bytes) > room_bytes
+    ):
+        n_ctx = max(n_ctx // 2, LEAST_CONTEXT)
+    return n_ctx if n_ctx < model.n_ctx_train else 0
