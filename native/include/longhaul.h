@@ -63,7 +63,7 @@ typedef struct lh_read {
 // Start n_threads workers, each with a buffer for chunks of chunk_bytes (a multiple of 4096).
 LH_API lh_status lh_read_pool_init(int32_t n_threads, int64_t chunk_bytes, lh_read_pool ** pool);
 // Stop the workers, close the files. NULL is allowed.
-LH_API void lh_read_pool_free(lh_read_pool * pool);
+LH_API void      lh_read_pool_free(lh_read_pool * pool);
 
 // Open a file; with uncached, one real read decides between the direct mode and the fallback.
 LH_API lh_status lh_read_pool_open_file(lh_read_pool * pool, const char * path, bool uncached, int32_t * file,
@@ -102,13 +102,13 @@ typedef enum lh_phase {
 typedef struct lh_counters {
     int64_t n_ubatches;
     int64_t n_tokens;
-    int64_t n_hits;       // distinct (layer, expert) of a ubatch that were resident
-    int64_t n_misses;     // distinct (layer, expert) of a ubatch that were not
+    int64_t n_hits;   // distinct (layer, expert) of a ubatch that were resident
+    int64_t n_misses; // distinct (layer, expert) of a ubatch that were not
     int64_t n_evictions;
     int64_t read_bytes;
-    int64_t compute_us;   // from the start to the end of the ubatches, waiting included
-    int64_t wait_us;      // from a miss to the moment the layer can go on, planning included
-    int64_t read_us;      // inside lh_stream_load
+    int64_t compute_us; // from the start to the end of the ubatches, waiting included
+    int64_t wait_us;    // from a miss to the moment the layer can go on, planning included
+    int64_t read_us;    // inside lh_stream_load
     int64_t n_errors;
 } lh_counters;
 
@@ -120,11 +120,11 @@ typedef lh_status (*lh_miss_fn)(void * user_data, int32_t layer_index, const int
 typedef void (*lh_reset_fn)(void * user_data);
 
 typedef struct lh_stream_params {
-    const char *           path_model; // as the model is loaded with
-    const lh_layer_shape * shapes;     // [n_layers]
+    const char *           path_model;   // as the model is loaded with
+    const lh_layer_shape * shapes;       // [n_layers]
     int32_t                n_layers;
     int32_t                n_ubatch_max; // contexts get min(this, their n_ubatch)
-    lh_read_pool *         pool;       // must outlive the stream
+    lh_read_pool *         pool;         // must outlive the stream
     lh_miss_fn             on_miss;
     lh_reset_fn            on_reset;
     void *                 user_data;
@@ -140,14 +140,14 @@ LH_API lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** st
 LH_API lh_status lh_stream_free(lh_stream * stream);
 
 // Add a routed tensor: expert e lies at offset + e*slice_bytes of file.
-LH_API lh_status lh_stream_add_tensor(lh_stream * stream, const char * name, int32_t layer_index, int32_t file, int64_t offset,
-                                      int64_t slice_bytes);
+LH_API lh_status lh_stream_add_tensor(lh_stream * stream, const char * name, int32_t layer_index, int32_t file,
+                                      int64_t offset, int64_t slice_bytes);
 
 // From now on a model that is loaded from path_model streams; off: it is loaded whole. One model at a time.
 LH_API lh_status lh_stream_set_active(lh_stream * stream, bool active);
 
 // Pointers into the stream, valid until it is freed. Counters: [LH_N_PHASES], those of the running ubatch's phase grow.
-LH_API lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table);
+LH_API lh_status     lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table);
 LH_API lh_counters * lh_stream_counters(lh_stream * stream);
 
 // Bytes of the slot tensors of the loaded model, 0 when none is loaded; repacked: of those, bytes in the CPU's repacked layout.

@@ -36,8 +36,8 @@ struct model_handle {
 static void * hook_open(void *, const char * path_model, const llama_model_params * params, const char ** error) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     const std::string           path = canonical_path(path_model);
-    const auto                  it   = std::find_if(active_streams.begin(), active_streams.end(),
-                                                    [&](const lh_stream * stream) { return stream->path_model == path; });
+    const auto                  it = std::find_if(active_streams.begin(), active_streams.end(),
+                                                  [&](const lh_stream * stream) { return stream->path_model == path; });
     if (it == active_streams.end()) {
         return nullptr;
     }
@@ -154,9 +154,10 @@ static const llama_stream_hook hook = {
 
 lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream) {
     return lh::guarded([&] {
-        if (!params->path_model || params->n_layers < 1 || params->n_ubatch_max < 1 || !params->pool || !params->on_miss ||
-            !params->on_reset) {
-            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a ubatch size, a pool and callbacks");
+        if (!params->path_model || params->n_layers < 1 || params->n_ubatch_max < 1 || !params->pool ||
+            !params->on_miss || !params->on_reset) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT,
+                            "a stream needs a model, layers, a ubatch size, a pool and callbacks");
         }
         *stream = new lh_stream(*params);
     });

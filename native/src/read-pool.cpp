@@ -49,8 +49,8 @@ std::vector<piece> split_file_range(int64_t offset, int64_t size, int64_t chunk_
 
 static error read_error(const read_file & file, int64_t offset, int64_t size, int code) {
     return error(LH_STATUS_IO,
-                 file.path + ": cannot read " + std::to_string(size) + " bytes at offset " + std::to_string(offset) + ": " +
-                     (code ? std::strerror(code) : "the file ends before them"),
+                 file.path + ": cannot read " + std::to_string(size) + " bytes at offset " + std::to_string(offset) +
+                     ": " + (code ? std::strerror(code) : "the file ends before them"),
                  code);
 }
 
@@ -234,7 +234,8 @@ void lh_read_pool::work(worker & self) {
 lh_status lh_read_pool_init(int32_t n_threads, int64_t chunk_bytes, lh_read_pool ** pool) {
     return lh::guarded([&] {
         if (n_threads < 1 || chunk_bytes < lh::block_bytes || chunk_bytes % lh::block_bytes != 0) {
-            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a read pool needs a thread, and chunks of a multiple of 4096 bytes");
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT,
+                            "a read pool needs a thread, and chunks of a multiple of 4096 bytes");
         }
         *pool = new lh_read_pool(n_threads, chunk_bytes);
     });
@@ -244,7 +245,8 @@ void lh_read_pool_free(lh_read_pool * pool) {
     delete pool;
 }
 
-lh_status lh_read_pool_open_file(lh_read_pool * pool, const char * path, bool uncached, int32_t * file, lh_file_mode * mode) {
+lh_status lh_read_pool_open_file(lh_read_pool * pool, const char * path, bool uncached, int32_t * file,
+                                 lh_file_mode * mode) {
     return lh::guarded([&] {
         *file = pool->open_file(path, uncached);
         *mode = pool->files[*file].mode;

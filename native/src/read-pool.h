@@ -21,9 +21,9 @@ struct read_file {
 
 // One contiguous read, small enough for a worker's buffer.
 struct read_chunk {
-    int32_t file;
-    int64_t offset;
-    int64_t size;
+    int32_t                                   file;
+    int64_t                                   offset;
+    int64_t                                   size;
     // Takes the bytes, on a worker thread.
     std::function<void(const uint8_t * data)> sink;
 };
@@ -77,9 +77,9 @@ struct lh_read_pool {
 
     std::vector<worker> workers;
 
-    std::mutex              run_mutex; // one batch at a time
-    std::mutex              mutex;     // guards what follows
-    std::condition_variable wake, done;
+    std::mutex                          run_mutex; // one batch at a time
+    std::mutex                          mutex;     // guards what follows
+    std::condition_variable             wake, done;
     const std::vector<lh::read_chunk> * batch = nullptr;
     size_t                              next  = 0; // first chunk that nobody took
     size_t                              busy  = 0; // chunks taken and not finished

@@ -15,7 +15,9 @@ struct error : std::exception {
     std::string message;
 
     error(lh_status status, std::string message, int code = 0) :
-        status(status), code(code), message(std::move(message)) {}
+        status(status),
+        code(code),
+        message(std::move(message)) {}
 
     const char * what() const noexcept override { return message.c_str(); }
 };

@@ -15,7 +15,8 @@ namespace lh {
 static constexpr int64_t repack_rows = 16;
 
 static int64_t now_us() {
-    return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
 
 std::string canonical_path(const std::string & path) {
@@ -37,10 +38,12 @@ static slot_kind kind_of(const ggml_tensor * slots) {
         return slot_kind::repacked;
     }
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
-    if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU && buft == ggml_backend_dev_buffer_type(dev)) {
+    if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
+        buft == ggml_backend_dev_buffer_type(dev)) {
         return slot_kind::device;
     }
-    throw error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": experts cannot be loaded into a buffer of type " +
+    throw error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) +
+                                                ": experts cannot be loaded into a buffer of type " +
                                                 ggml_backend_buft_name(buft) + " (try --no-repack)");
 }
 
@@ -128,7 +131,8 @@ void lh_stream::bind(ggml_tensor * slots) {
             }
             const int64_t n_slots = static_cast<int64_t>(layer.expert_of.size());
             if (slots->ne[2] != n_slots || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes || tensor.slots) {
-                throw lh::error(LH_STATUS_INVALID_ARGUMENT, tensor.name + ": the slot tensor has another shape than planned");
+                throw lh::error(LH_STATUS_INVALID_ARGUMENT,
+                                tensor.name + ": the slot tensor has another shape than planned");
             }
             tensor.kind  = lh::kind_of(slots);
             tensor.slots = slots;
@@ -169,11 +173,12 @@ void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
     layer.missing.clear();
     for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
         for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
-            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) + i1 * ids->nb[1] +
-                                                                      i0 * ids->nb[0]);
+            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) +
+                                                                      i1 * ids->nb[1] + i0 * ids->nb[0]);
             if (expert < 0 || expert >= n_expert) {
-                throw lh::error(LH_STATUS_INTERNAL, "layer " + std::to_string(layer.layer) + ": the router chose expert " +
-                                                        std::to_string(expert) + " of " + std::to_string(n_expert));
+                throw lh::error(LH_STATUS_INTERNAL, "layer " + std::to_string(layer.layer) +
+                                                        ": the router chose expert " + std::to_string(expert) + " of " +
+                                                        std::to_string(n_expert));
             }
             if (layer.seen[expert] == n_ubatches) {
                 continue;
@@ -214,29 +219,32 @@ void lh_stream::sync(lh::stream_layer & layer, ggml_tensor * dst, const ggml_ten
     }
     for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
         for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
-            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) + i1 * ids->nb[1] +
-                                                                      i0 * ids->nb[0]);
+            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) +
+                                                                      i1 * ids->nb[1] + i0 * ids->nb[0]);
             *reinterpret_cast<int32_t *>(static_cast<char *>(dst->data) + i1 * dst->nb[1] + i0 * dst->nb[0]) =
                 layer.slot_of[expert];
         }
     }
 }
 
-void lh_stream::add_chunks(const lh::expert_tensor & tensor, const lh_load & load, std::vector<lh::read_chunk> & chunks) const {
+void lh_stream::add_chunks(const lh::expert_tensor & tensor, const lh_load & load,
+                           std::vector<lh::read_chunk> & chunks) const {
     ggml_tensor * slots       = tensor.slots;
     const int64_t file_offset = tensor.offset + load.expert * tensor.slice_bytes;
     const int64_t slot_offset = load.slot * tensor.slice_bytes;
     const int64_t row_bytes   = slots->nb[1];
-    const auto    pieces      = tensor.kind == lh::slot_kind::repacked ?
-                                    lh::split_range(tensor.slice_bytes, pool->chunk_bytes, lh::repack_rows * row_bytes, 0) :
-                                    lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes);
+    const auto    pieces = tensor.kind == lh::slot_kind::repacked
+                               ? lh::split_range(tensor.slice_bytes, pool->chunk_bytes, lh::repack_rows * row_bytes, 0)
+                               : lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes);
 
     for (const lh::piece & piece : pieces) {
         std::function<void(const uint8_t *)> sink;
         switch (tensor.kind) {
             case lh::slot_kind::host:
-                sink = [dst = static_cast<char *>(slots->data) + slot_offset + piece.offset, n = piece.size](
-                           const uint8_t * data) { std::memcpy(dst, data, n); };
+                sink = [dst = static_cast<char *>(slots->data) + slot_offset + piece.offset,
+                        n   = piece.size](const uint8_t * data) {
+                    std::memcpy(dst, data, n);
+                };
                 break;
             case lh::slot_kind::repacked:
                 sink = [slots, slot_offset, piece, row_bytes](const uint8_t * data) {
