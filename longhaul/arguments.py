@@ -16,6 +16,7 @@ _ELEMENT_BYTES = {"f32": 4.0}  # of the KV cache; every other type takes 2 or le
 _MODEL = ("-m", "--model")
 _REMOTE = ("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo", "--models-dir")
 _REMOTE_VARIABLES = ("LLAMA_ARG_HF_REPO", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_DOCKER_REPO")
+_QUESTIONS = ("--version", "--usage", "--list-devices", "-cl", "--cache-list", "--completion-bash")
 
 
 def _spelled(word: str) -> str:
@@ -53,16 +54,17 @@ class LlamaArguments:
 
     model: Path | None
     n_ctx: int | None = None  # 0: as many as the model was trained with; None: not said
+    n_batch: int = DEFAULT_BATCH
     n_ubatch: int = DEFAULT_UBATCH
     n_seq: int = 1
     kv_element_bytes: float = 2.0
     flash_attention: bool = True
     other_files: tuple[Path, ...] = ()  # draft model, projector: loaded beside the model
 
-    def sizes(self, default_ctx: int = 0) -> RunSizes:
+    def sizes(self) -> RunSizes:
         """Return what costs memory; the read buffers are not llama.cpp's and left at 0."""
         return RunSizes(
-            n_ctx=default_ctx if self.n_ctx is None else self.n_ctx,
+            n_ctx=self.n_ctx or 0,
             n_ubatch=self.n_ubatch,
             read_buffer_bytes=0,
             n_seq=self.n_seq,
@@ -83,6 +85,11 @@ def remote_models(args: Sequence[str], env: Mapping[str, str] = os.environ) -> l
     return words + [variable for variable in _REMOTE_VARIABLES if env.get(variable)]
 
 
+def only_asks(args: Sequence[str]) -> bool:
+    """Say whether the tool is only asked for something that needs no model."""
+    return len(args) == 1 and _spelled(args[0]) in _QUESTIONS
+
+
 def names_model(args: Sequence[str], env: Mapping[str, str] = os.environ) -> bool:
     """Say whether the tool is told which model to use."""
     return option(args, _MODEL, env, "LLAMA_ARG_MODEL") is not None or bool(
@@ -94,8 +101,10 @@ def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> 
     """Read llama.cpp's options; raises ConfigError for one with which nothing can be streamed."""
     model = option(args, _MODEL, env, "LLAMA_ARG_MODEL")
     remote = remote_models(args, env)
-    if model is None and remote:
-        raise ConfigError(f"{remote[0]} is not supported while streaming; give a file by --model")
+    if remote:  # beside --model too: llama.cpp would load what it names instead
+        raise ConfigError(
+            f"{remote[0]} is not supported while streaming; give a file by --model alone"
+        )
     if model is None and args and args[-1] in _MODEL:
         raise ConfigError(f"{args[-1]} has no value; give a GGUF file")
     if "--check-tensors" in map(_spelled, args):
@@ -125,6 +134,7 @@ def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> 
     return LlamaArguments(
         model=Path(model) if model is not None else None,
         n_ctx=None if n_ctx < 0 else n_ctx,
+        n_batch=n_batch or DEFAULT_BATCH,
         n_ubatch=min(n_ubatch or n_batch, n_batch or n_ubatch) or DEFAULT_UBATCH,
         n_seq=count(args, ("-np", "--parallel"), env, "LLAMA_ARG_N_PARALLEL", 1) or 1,
         kv_element_bytes=max(_ELEMENT_BYTES.get(kind or "", 2.0) for kind in kv_types),

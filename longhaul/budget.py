@@ -26,8 +26,16 @@ KV_CELLS_STEP = 256  # llama_context pads n_ctx to this
 # --- slots ----------------------------------------------------------------------------------------
 
 
-def least_slots(layer: MoeLayer) -> int:
-    """Return the slots without which not even a ubatch of one token fits."""
+Least = Callable[[MoeLayer], int]  # the fewest slots that a layer can do with
+
+
+def one_slot(layer: MoeLayer) -> int:
+    """Return the least with stages: experts then take turns in a single slot."""
+    return 1
+
+
+def token_slots(layer: MoeLayer) -> int:
+    """Return the least without stages: not even a ubatch of one token fits in fewer."""
     return layer.n_expert_used
 
 
@@ -36,9 +44,7 @@ def slots_bytes(layers: Sequence[MoeLayer], n_slots: Sequence[int]) -> int:
     return sum(layer.expert_bytes * count for layer, count in zip(layers, n_slots, strict=True))
 
 
-def least_budget_bytes(
-    layers: Sequence[MoeLayer], least: Callable[[MoeLayer], int] = least_slots
-) -> int:
+def least_budget_bytes(layers: Sequence[MoeLayer], least: Least = one_slot) -> int:
     """Return the smallest budget that the layers can run with."""
     return slots_bytes(layers, [least(layer) for layer in layers])
 
@@ -46,7 +52,7 @@ def least_budget_bytes(
 def plan_slots(
     layers: Sequence[MoeLayer],
     budget_bytes: int,
-    least: Callable[[MoeLayer], int] = least_slots,
+    least: Least = one_slot,
 ) -> tuple[int, ...]:
     """Share a budget among layers so that each holds about the same fraction of its experts.
 
@@ -102,7 +108,7 @@ def effective_ubatch(layers: Sequence[MoeLayer], n_slots: Sequence[int], n_ubatc
     if limit == 0:
         raise BudgetError(
             "some layer has fewer slots than one token needs experts; give"
-            f" {gib_up(least_budget_bytes(layers))} GiB or more"
+            f" {gib_up(least_budget_bytes(layers, token_slots))} GiB or more"
         )
     return min(limit, n_ubatch)
 
@@ -240,6 +246,7 @@ class RunSizes:
     kv_element_bytes: float = 2.0
     flash_attention: bool = True
     other_bytes: int = 0  # whatever else is loaded: a draft model, MTP layers, a projector
+    least: Least = one_slot
 
 
 def kv_cache_bytes(
@@ -334,7 +341,7 @@ def plan_memory(model: MoeModel, limit: MemoryLimit, run: RunSizes) -> BudgetPla
         other_bytes=run.other_bytes,
         floor_bytes=max(FLOOR_BYTES, int(FLOOR_SHARE * limit.bytes)),
         expert_bytes=model.expert_bytes,
-        least_bytes=least_budget_bytes(model.layers),
+        least_bytes=least_budget_bytes(model.layers, run.least),
     )
 
 

@@ -7,6 +7,9 @@ from fractions import Fraction
 from .errors import ConfigError
 
 MAX_IO_THREADS = 256
+# keep and auto compute a ubatch that selects more experts than there are slots in stages, where the
+# device can; auto shrinks it elsewhere, keep refuses; shrink never takes stages.
+UBATCH_MODES = ("auto", "keep", "shrink")
 BLOCK_BYTES = 4096  # what uncached reads are aligned to
 MAX_CACHE_BYTES = 2**63 - 1  # sizes cross the C API as int64
 
@@ -24,6 +27,7 @@ class Config:
     uncached: bool = True  # read past the page cache
     repack: bool = True  # let the CPU backend repack expert weights
     policy: str = "lru"  # name of the eviction policy
+    ubatch: str = "auto"  # one of UBATCH_MODES
     chunk_bytes: int = 512 * 1024  # one read: reaches a disk's full rate with 4 in flight
 
     def __post_init__(self) -> None:
@@ -36,6 +40,8 @@ class Config:
             raise ConfigError(
                 f"{self.n_io_threads} read threads cannot be used; give 1 to {MAX_IO_THREADS}"
             )
+        if self.ubatch not in UBATCH_MODES:
+            raise ConfigError(f"ubatch {self.ubatch!r} is none of: {', '.join(UBATCH_MODES)}")
         if self.chunk_bytes < BLOCK_BYTES or self.chunk_bytes % BLOCK_BYTES:
             raise ConfigError(
                 f"reads of {self.chunk_bytes} bytes cannot be used;"

@@ -22,9 +22,9 @@ from types import TracebackType
 from .budget import slots_bytes, ubatch_limit
 from .config import Config
 from .errors import ConfigError
-from .experts import MoeModel
-from .native import ReadPool, Stream
-from .planner import plan
+from .experts import MoeLayer, MoeModel
+from .native import LayerShape, ReadPool, Request, Stream, StreamFunctions
+from .planner import Plan, StagedPlan, plan, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
 from .stats import Stats
@@ -56,8 +56,9 @@ class Engine:
             )
         self.model = model
         self.n_slots = tuple(n_slots)
-        self.n_ubatch_limit = ubatch_limit(model.layers, n_slots)
+        self._ubatch = config.ubatch
         self._on_error = on_error
+        self._staged: dict[int, StagedPlan] = {}  # by index of layer: being read
         with ExitStack() as undo:
             self.pool = undo.enter_context(ReadPool(config.n_io_threads, config.chunk_bytes))
             files = [self.pool.open_file(path, config.uncached) for path in model.shards]
@@ -70,16 +71,24 @@ class Engine:
             undo.pop_all()
 
     def _open_stream(self, files: Sequence[int]) -> Stream:
+        limit = ubatch_limit(self.model.layers, self.n_slots)
+        if limit is None:
+            n_ubatch = (NO_UBATCH_LIMIT, NO_UBATCH_LIMIT)
+        else:
+            n_ubatch = {
+                "auto": (NO_UBATCH_LIMIT, limit),
+                "keep": (NO_UBATCH_LIMIT, 0),
+                "shrink": (limit, limit),
+            }[self._ubatch]
         stream = Stream(
             self.model.path,
             [
-                (layer.layer, layer.n_expert, n_slots)
+                self._shape(layer, n_slots)
                 for layer, n_slots in zip(self.model.layers, self.n_slots, strict=True)
             ],
-            NO_UBATCH_LIMIT if self.n_ubatch_limit is None else self.n_ubatch_limit,
+            n_ubatch,
             self.pool,
-            self._on_miss,
-            self._on_reset,
+            StreamFunctions(self._on_plan, self._on_complete, self._on_reset, self._on_failure),
         )
         for index, layer in enumerate(self.model.layers):
             for tensor in layer.tensors:
@@ -87,22 +96,43 @@ class Engine:
                 stream.add_tensor(tensor.name, index, file, tensor.offset, tensor.slice_bytes)
         return stream
 
+    def _shape(self, layer: MoeLayer, n_slots: int) -> LayerShape:
+        selected = range(layer.n_expert + 1)
+        stages = [1 if self._ubatch == "shrink" else stage_count(n, n_slots) for n in selected]
+        return LayerShape(layer.layer, layer.n_expert, layer.n_expert_used, n_slots, stages)
+
     def _on_reset(self) -> None:
         for residency in self._residencies:
             residency.clear()
+        self._staged.clear()
 
-    def _on_miss(self, layer_index: int, needed: list[int], missing: list[int]) -> None:
-        residency = self._residencies[layer_index]
-        try:
-            step = plan(residency, needed, missing)
-            residency.evict(step)
-            self._stream.count_evictions(len(step.victims))
-            self._stream.load(layer_index, step.loads)
+    def _on_plan(self, request: Request) -> None:
+        residency = self._residencies[request.layer_index]
+        if request.n_stages == 1:
+            step = plan(residency, request.needed, request.missing)
+            self._evict(residency, step)
+            self._stream.load(request.layer_index, step.loads)
             residency.apply(step)
-        except BaseException as e:
-            if self._on_error:
-                self._on_error(e)
-            raise
+        else:
+            staged = plan_stages(residency, request.needed, request.n_rows, request.missing)
+            self._evict(residency, staged)
+            self._stream.set_stages(request.layer_index, staged.places)
+            self._staged[request.layer_index] = staged
+
+    def _evict(self, residency: Residency, step: Plan) -> None:
+        residency.evict(step)
+        self._stream.count_evictions(step.n_evictions)
+
+    def _on_complete(self, layer_index: int) -> None:
+        """Enter what stages have loaded; a failed plan is never entered, so its slots stay free."""
+        staged = self._staged.pop(layer_index, None)
+        if staged is not None:
+            self._residencies[layer_index].apply(staged)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._staged.clear()
+        if self._on_error:
+            self._on_error(error)
 
     def take_error(self) -> BaseException | None:
         """Return what a callback raised since the last call, if anything."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from . import report
+from .arguments import LlamaArguments
 from .budget import (
     BudgetPlan,
     MemoryLimit,
@@ -11,17 +12,21 @@ from .budget import (
     effective_ubatch,
     kv_cache_bytes,
     memory_limit,
+    one_slot,
     plan_memory,
     plan_slots,
     slots_bytes,
+    token_slots,
 )
 from .config import Config
 from .errors import ConfigError
 from .experts import MoeModel
+from .planner import stage_count
 
 PROCESS_BYTES = 96 * 2**20  # Python, numpy and the libraries, as measured on x86-64 Linux
 KV_SHARE = 0.25  # of free memory that a context which nobody asked for may take
 LEAST_CONTEXT = 4096  # which such a context is not cut below, as with llama.cpp's --fit
+PERPLEXITY_CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,14 @@ class RunPlan:
         return ["--ctx-size", str(self.n_ctx_cut)] if self.n_ctx_cut else []
 
     @property
+    def n_stages(self) -> int:
+        """The most stages that a layer takes in a whole ubatch."""
+        return max(
+            stage_count(min(self.n_ubatch * layer.n_expert_used, layer.n_expert), count)
+            for layer, count in zip(self.model.layers, self.n_slots, strict=True)
+        )
+
+    @property
     def planned(self) -> report.PlannedMemory:
         """The memory that the run should take."""
         bytes_used = slots_bytes(self.model.layers, self.n_slots)
@@ -55,7 +68,7 @@ class RunPlan:
         lines += report.budget_lines(
             self.model, self.n_slots, self.budget_bytes, automatic=self.automatic
         )
-        lines.append(report.ubatch_line(self.n_ubatch, self.n_ubatch_asked))
+        lines.append(report.ubatch_line(self.n_ubatch, self.n_ubatch_asked, self.n_stages))
         if self.n_ctx_cut:
             lines.append(report.context_line(self.n_ctx_cut, self.model.n_ctx_train))
         lines.append(self.planned.line())
@@ -63,6 +76,25 @@ class RunPlan:
         if self.limit_known and self.planned.total_bytes > available_bytes:
             lines.append(report.overcommit_line(self.planned.total_bytes, self.memory.limit))
         return lines
+
+
+def tool_sizes(tool: str, arguments: LlamaArguments, model: MoeModel) -> RunSizes:
+    """Return what one of llama.cpp's tools takes with these options."""
+    sizes = arguments.sizes()
+    if tool != "perplexity":
+        return sizes
+    # It evaluates as many windows of n_ctx tokens as fit into a batch, and keeps the logits.
+    n_window = arguments.n_ctx or PERPLEXITY_CONTEXT
+    n_seq = max(1, arguments.n_batch // n_window)
+    n_outputs = min(arguments.n_batch, n_seq * n_window)
+    if n_window > arguments.n_batch:  # collected over batches, from the middle of the window
+        n_outputs += n_window - n_window // 2
+    return replace(
+        sizes,
+        n_ctx=n_seq * n_window,
+        n_seq=n_seq,
+        other_bytes=sizes.other_bytes + 4 * n_outputs * model.n_vocab,
+    )
 
 
 def plan_run(
@@ -73,7 +105,8 @@ def plan_run(
     A context that nobody asked for may be cut so that its KV cache leaves room. Raises BudgetError
     if the budget, or what is left for one, is too small.
     """
-    sizes = replace(sizes, read_buffer_bytes=config.read_buffer_bytes)
+    least = token_slots if config.ubatch == "shrink" else one_slot
+    sizes = replace(sizes, read_buffer_bytes=config.read_buffer_bytes, least=least)
     limit = _limit(config)
     n_ctx_cut = cut_context(model, sizes, limit) if may_cut_context and limit else 0
     sizes = replace(sizes, n_ctx=n_ctx_cut or sizes.n_ctx)
@@ -82,8 +115,10 @@ def plan_run(
         budget_bytes = auto_budget(model, known, sizes).budget_bytes
     else:
         budget_bytes = config.cache_bytes
-    n_slots = plan_slots(model.layers, budget_bytes)
-    n_ubatch = effective_ubatch(model.layers, n_slots, sizes.n_ubatch)
+    n_slots = plan_slots(model.layers, budget_bytes, least)
+    n_ubatch = sizes.n_ubatch
+    if config.ubatch == "shrink":
+        n_ubatch = effective_ubatch(model.layers, n_slots, n_ubatch)
     return RunPlan(
         model=model,
         n_slots=n_slots,

@@ -7,6 +7,7 @@ the first use.
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,46 @@ from .stats import Counters, Stats
 
 OK = 0
 _FILE_MODES = ("cached", "direct", "nocache", "dontneed")
-MissFunction = Callable[[int, list[int], list[int]], None]
+CompleteFunction = Callable[[int], None]
 ResetFunction = Callable[[], None]
+FailureFunction = Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Say what a layer needs in one ubatch; see lh_request in longhaul.h."""
+
+    layer_index: int
+    n_stages: int
+    needed: list[int]
+    n_rows: list[int]
+    missing: list[int]
+
+
+PlanFunction = Callable[[Request], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Describe a layer to the native side; `n_stages` (n_expert + 1,) is by experts selected."""
+
+    layer: int
+    n_expert: int
+    n_expert_used: int
+    n_slots: int
+    n_stages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFunctions:
+    """Hold what the native side calls, on the thread that computes or loads."""
+
+    on_plan: PlanFunction
+    on_complete: CompleteFunction
+    on_reset: ResetFunction
+    on_failure: FailureFunction
+
+
 H = TypeVar("H", bound="_Handle")
 
 
@@ -159,61 +198,78 @@ class Stream(_Handle):
     def __init__(
         self,
         path_model: Path,
-        shapes: Sequence[tuple[int, int, int]],
-        n_ubatch_max: int,
+        shapes: Sequence[LayerShape],
+        n_ubatch: tuple[int, int],
         pool: ReadPool,
-        on_miss: MissFunction,
-        on_reset: ResetFunction,
+        functions: StreamFunctions,
     ) -> None:
-        """Open a stream without tensors; `shapes` are (layer, n_expert, n_slots).
-
-        Callbacks run on the thread that computes, or loads.
-        """
+        """Describe a model; `n_ubatch` are the most tokens of a ubatch with stages and without."""
         ffi = _ffi()
-        self._n_slots = [n_slots for _, _, n_slots in shapes]
-        self._n_expert = [n_expert for _, n_expert, _ in shapes]
-        self._callbacks = (self._make_on_miss(on_miss), self._make_on_reset(on_reset))
+        self._shapes = tuple(shapes)
+        self._callbacks = (
+            self._make_on_plan(functions.on_plan),
+            self._guard("void(void *, int32_t)", functions.on_complete),
+            self._guard("void(void *)", functions.on_reset),
+            self._guard("void(void *, lh_status)", self._keep_failure),
+        )
+        self._on_failure = functions.on_failure
         self._pool = pool  # outlives the stream
         self.error: BaseException | None = None  # what a callback raised
-        path = ffi.new("char[]", os.fsencode(path_model))
-        c_shapes = ffi.new("lh_layer_shape[]", [tuple(shape) for shape in shapes])
+        tables = [ffi.new("int32_t[]", list(shape.n_stages)) for shape in shapes]
+        c_shapes = ffi.new(
+            "lh_layer_shape[]",
+            [
+                (shape.layer, shape.n_expert, shape.n_expert_used, shape.n_slots, table)
+                for shape, table in zip(shapes, tables, strict=True)
+            ],
+        )
         params = ffi.new("lh_stream_params *")
+        path = ffi.new("char[]", os.fsencode(path_model))
         params.path_model, params.shapes, params.n_layers = path, c_shapes, len(shapes)
-        params.n_ubatch_max, params.pool = n_ubatch_max, pool.pointer
-        params.on_miss, params.on_reset = self._callbacks
+        params.n_ubatch_staged, params.n_ubatch_unstaged = n_ubatch
+        params.pool = pool.pointer
+        callbacks = self._callbacks
+        params.on_plan, params.on_complete, params.on_reset, params.on_failure = callbacks
         out = ffi.new("lh_stream **")
         check(_lib().lh_stream_init(params, out))
         super().__init__(out[0])
 
-    def _make_on_miss(self, on_miss: MissFunction) -> Any:
+    def _make_on_plan(self, on_plan: PlanFunction) -> Any:
         unpack, lib = _ffi().unpack, _lib()
 
-        def call(
-            user_data: Any,
-            layer_index: int,
-            needed: Any,
-            n_needed: int,
-            missing: Any,
-            n_missing: int,
-        ) -> int:
+        def call(user_data: Any, r: Any) -> int:
             try:
-                on_miss(layer_index, unpack(needed, n_needed), unpack(missing, n_missing))
+                request = Request(
+                    r.layer_index,
+                    r.n_stages,
+                    unpack(r.needed, r.n_needed),
+                    unpack(r.n_rows, r.n_needed),
+                    unpack(r.missing, r.n_missing),
+                )
+                on_plan(request)
             except BaseException as e:  # kept: raised again where the outer call returns
                 self.error = e
                 return int(lib.LH_STATUS_CALLBACK)
             return OK
 
-        signature = "lh_status(void *, int32_t, const int32_t *, int32_t, const int32_t *, int32_t)"
+        signature = "lh_status(void *, const lh_request *)"
         return _ffi().callback(signature, call, error=int(lib.LH_STATUS_CALLBACK))
 
-    def _make_on_reset(self, on_reset: ResetFunction) -> Any:
-        def call(user_data: Any) -> None:
+    def _keep_failure(self, status: int) -> None:
+        """Keep why a ubatch fails: what on_plan raised, or the native side's own reason."""
+        if self.error is None:
+            message = _ffi().string(_lib().lh_last_error()).decode(errors="replace")
+            self.error = exception_for(status, message, _lib().lh_last_errno())
+        self._on_failure(self.error)
+
+    def _guard(self, signature: str, function: Callable[..., None]) -> Any:
+        def call(user_data: Any, *args: Any) -> None:
             try:
-                on_reset()
+                function(*args)
             except BaseException as e:
                 self.error = e
 
-        return _ffi().callback("void(void *)", call)
+        return _ffi().callback(signature, call)
 
     def close(self) -> None:
         """Free the stream; raises NativeError while a loaded model uses it."""
@@ -243,7 +299,8 @@ class Stream(_Handle):
         ffi = _ffi()
         table = ffi.new("lh_slot_table *")
         check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
-        n_expert, n_slots = self._n_expert[layer_index], self._n_slots[layer_index]
+        shape = self._shapes[layer_index]
+        n_expert, n_slots = shape.n_expert, shape.n_slots
         return (
             ffi.cast(f"int32_t (*)[{n_expert}]", table.slot_of)[0],
             ffi.cast(f"int32_t (*)[{n_slots}]", table.expert_of)[0],
@@ -253,10 +310,15 @@ class Stream(_Handle):
     def load(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
         """Read (expert, slot) pairs into their slots, all at once; raises ReadError.
 
-        Only inside on_miss.
+        Only in on_plan.
         """
         items = _ffi().new("lh_load[]", loads)
         check(_lib().lh_stream_load(self.pointer, layer_index, items, len(loads)))
+
+    def set_stages(self, layer_index: int, places: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Say (stage, expert, slot, is_load) of every needed expert. Only in on_plan."""
+        items = _ffi().new("lh_place[]", places)
+        check(_lib().lh_stream_set_stages(self.pointer, layer_index, items, len(places)))
 
     def count_evictions(self, n: int) -> None:
         """Add to the evictions of the running phase."""

@@ -72,6 +72,7 @@ def streaming_options(command: F) -> F:
         longhaul_cache: str,
         longhaul_io_threads: str,
         longhaul_policy: str,
+        longhaul_ubatch: str,
         **kwargs: object,
     ) -> object:
         config = None
@@ -83,6 +84,7 @@ def streaming_options(command: F) -> F:
                 cache_bytes=parse_cache(longhaul_cache),
                 n_io_threads=_whole_number("--longhaul-io-threads", longhaul_io_threads),
                 policy=longhaul_policy,
+                ubatch=longhaul_ubatch,
             )
         return command(*args, config=config, **kwargs)
 
@@ -138,5 +140,14 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
         default="lru",
         show_default=True,
         help=f"which expert leaves the cache: {', '.join(sorted(POLICIES))}",
+    ),
+    click.option(
+        "--longhaul-ubatch",
+        envvar="LONGHAUL_UBATCH",
+        metavar="MODE",
+        default="auto",
+        show_default=True,
+        help="what a ubatch does that selects more experts than there are slots: auto and keep"
+        " compute it in stages, shrink makes it smaller",
     ),
 ]

@@ -1,7 +1,8 @@
-"""From the experts that a layer needs to a plan of loads and victims. Changes nothing."""
+"""From the experts that a layer needs to a plan of loads, victims and stages. Changes nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .residency import Residency
 
@@ -12,6 +13,11 @@ class Plan:
 
     loads: tuple[tuple[int, int], ...]
     victims: tuple[int, ...]
+
+    @property
+    def n_evictions(self) -> int:
+        """How often a slot loses an expert."""
+        return len(self.victims)
 
 
 def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) -> Plan:
@@ -37,3 +43,114 @@ def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) ->
         victims = residency.policy.victims(n_victims, protected)
     slots = free[: -len(missing) - 1 : -1] + victims
     return Plan(tuple(zip(missing, slots, strict=True)), tuple(victims))
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+N_SPLIT = 4  # stages of loads that fit at once; a staged graph has at least one more
+
+
+class Place(NamedTuple):
+    """Say in which stage an expert is computed and from which slot; a load is read first."""
+
+    stage: int
+    expert: int
+    slot: int
+    is_load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPlan(Plan):
+    """Say how a layer is computed in stages; `loads` are those that are resident in the end."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def n_evictions(self) -> int:
+        """How often a slot loses an expert, also one that the same plan had loaded."""
+        return len(self.victims) + sum(place.is_load for place in self.places) - len(self.loads)
+
+
+def kept_slots(n_slots: int) -> int:
+    """Return how many slots at most keep their expert while the others take turns."""
+    return n_slots // 4
+
+
+def stage_count(n_selected: int, n_slots: int) -> int:
+    """Return the stages that always suffice for a ubatch that selects up to `n_selected` experts.
+
+    One where the slots hold them all. Else one for what is resident, and two for each round of the
+    slots that take turns, whose halves are loaded and computed in turn.
+    """
+    if n_selected <= n_slots:
+        return 1
+    n_turning = n_slots - kept_slots(n_slots)
+    if n_turning == 1:
+        return 1 + n_selected
+    return 1 + 2 * -(-n_selected // n_turning)
+
+
+def plan_stages(
+    residency: Residency, needed: Sequence[int], n_rows: Sequence[int], missing: Sequence[int]
+) -> StagedPlan:
+    """Place every needed expert in one stage, and in a slot.
+
+    Resident experts come first, in one stage, while the first missing ones are read. Slots that
+    nothing needs are loaded before slots of resident experts, of which those with most rows keep
+    theirs. Missing experts follow in order of their rows, so that the ones with most are resident
+    in the end. `n_rows` counts the rows of each of `needed`.
+    """
+    rows = dict(zip(needed, n_rows, strict=True))
+    slot_of = residency.slot_of
+    hits = sorted((e for e in needed if slot_of[e] >= 0), key=lambda e: (rows[e], e))
+    queue = sorted(missing, key=lambda e: (rows[e], e))
+    hit_slots = [slot_of[expert] for expert in hits]
+    idle = _idle_slots(residency, set(hit_slots), len(queue))
+    if len(queue) > len(idle):
+        n_kept = min(kept_slots(len(residency.expert_of)), len(hits))
+        turning = idle + hit_slots[: len(hits) - n_kept]
+    else:
+        turning = idle
+    places = [Place(0, expert, slot_of[expert], False) for expert in hits]
+    first = 1 if hits else 0
+    for stage, slots in enumerate(_turns(turning, len(idle), len(queue)), first):
+        batch, queue = queue[: len(slots)], queue[len(slots) :]
+        places += [Place(stage, e, slot, True) for e, slot in zip(batch, slots, strict=True)]
+    last = {place.slot: place.expert for place in places if place.is_load}
+    return StagedPlan(
+        loads=tuple((expert, slot) for slot, expert in last.items()),
+        victims=tuple(slot for slot in last if residency.expert_of[slot] >= 0),
+        places=tuple(places),
+    )
+
+
+def _idle_slots(residency: Residency, needed_slots: set[int], n_wanted: int) -> list[int]:
+    """Return slots that nothing needs now, free ones first, as many as wanted if there are."""
+    free = residency.free
+    idle = free[: -n_wanted - 1 : -1]
+    n_occupied = len(residency.expert_of) - len(free) - len(needed_slots)
+    n_victims = min(n_wanted - len(idle), n_occupied)
+    return idle + (residency.policy.victims(n_victims, needed_slots) if n_victims else [])
+
+
+def _turns(slots: Sequence[int], n_idle: int, n_loads: int) -> Iterator[Sequence[int]]:
+    """Split loads among slots that take turns: two halves, the first of idle slots if it can be.
+
+    Slots of the first half are then loaded while resident experts are computed. Where the idle
+    slots hold all loads, they are split all the same, so that reading and computing overlap.
+    """
+    if n_loads <= n_idle:
+        n_each = max(-(-n_loads // N_SPLIT), 1)
+        yield from (slots[i : min(i + n_each, n_loads)] for i in range(0, n_loads, n_each))
+        return
+    n_first = max(len(slots) // 2, 1)
+    if max(len(slots) // 4, 1) <= n_idle < n_first:
+        n_first = n_idle
+    halves = [slots[:n_first], slots[n_first:] or slots[:n_first]]
+    turn = 0
+    while n_loads > 0:
+        half = halves[turn % 2][:n_loads]
+        yield half
+        n_loads -= len(half)
+        turn += 1

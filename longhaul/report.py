@@ -43,13 +43,15 @@ def budget_lines(
     return lines
 
 
-def ubatch_line(n_ubatch: int, n_ubatch_asked: int) -> str:
-    """Describe the effective ubatch, and why it is smaller than asked if it is."""
-    if n_ubatch >= n_ubatch_asked:
-        return f"ubatch  {n_ubatch_asked}"
-    return (
-        f"ubatch  {n_ubatch} instead of {n_ubatch_asked},"
-        " so that it cannot select more experts than there are slots"
+def ubatch_line(n_ubatch: int, n_ubatch_asked: int, n_stages: int) -> str:
+    """Describe the effective ubatch: why it is smaller than asked, or how many stages it takes."""
+    if n_ubatch < n_ubatch_asked:
+        return (
+            f"ubatch  {n_ubatch} instead of {n_ubatch_asked},"
+            " so that it cannot select more experts than there are slots"
+        )
+    return f"ubatch  {n_ubatch_asked}" + (
+        f", in up to {n_stages} stages per layer" if n_stages > 1 else ""
     )
 
 

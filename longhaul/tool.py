@@ -1,19 +1,21 @@
 """Runs one of llama.cpp's tools in this process while its model streams."""
 
 import os
+import re
 import resource
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import demo, native, report
-from .arguments import names_model, read_arguments
+from .arguments import names_model, only_asks, read_arguments
 from .config import Config
 from .engine import Engine
 from .index import read_index
-from .launch import plan_run
+from .launch import plan_run, tool_sizes
 
-DEFAULT_CONTEXT = {"perplexity": 512}  # tools that do not take the whole trained context
+NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
 
 
 def run_command(
@@ -22,12 +24,26 @@ def run_command(
     """Run a tool as a command does: for its help, whole (`config` is None), or streaming."""
     native.require_libraries()
     if help_llama:
-        return native.run_tool(tool, program, ["--help"])
+        return run_tool(tool, program, ["--help"])
+    if only_asks(args):
+        return run_tool(tool, program, args)
     if config is None:
         if tool != "quantize" and not names_model(args):
             args = ["--model", str(demo.ensure(progress=say)), *args]
-        return native.run_tool(tool, program, args)
+        return run_tool(tool, program, args)
     return run(tool, program, config, args)
+
+
+def run_tool(tool: str, program: str, args: Sequence[str]) -> int:
+    """Run a tool; Ctrl-C is its own matter, where Python would note it and wait for the end."""
+    is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_pythons:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return native.run_tool(tool, program, args)
+    finally:
+        if is_pythons:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
@@ -47,23 +63,21 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
             f"model   {model.name or path.name} ({model.arch}) has no routed experts:"
             " nothing is streamed"
         )
-        return native.run_tool(tool, program, args)
-    default_ctx = DEFAULT_CONTEXT.get(tool, 0)
+        return run_tool(tool, program, args)
     plan = plan_run(
         model,
-        arguments.sizes(default_ctx),
+        tool_sizes(tool, arguments, model),
         config,
-        may_cut_context=arguments.n_ctx is None and default_ctx == 0,
+        may_cut_context=arguments.n_ctx is None and tool != "perplexity",
     )
     with Engine(model, plan.n_slots, config, on_error=_say_error) as engine:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             say(line)
-        code = native.run_tool(tool, program, [*args, *plan.extra_args])
-        sys.stdout.flush()
-        for line in report.summary_lines(
-            engine.stats(), peak_rss_bytes(), plan.planned.total_bytes
-        ):
-            say(line)
+        code = run_tool(tool, program, [*NO_WARMUP, *plan.extra_args, *args])
+        stats = engine.stats()
+        if stats.total.n_tokens or stats.total.n_errors:
+            for line in report.summary_lines(stats, peak_rss_bytes(), plan.planned.total_bytes):
+                say(line)
         return 1 if engine.take_error() is not None else code
 
 
@@ -77,9 +91,17 @@ def say(line: str) -> None:
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process ever had resident, by the kernel's figure."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Return the most memory that this process ever had resident, by the kernel's figure.
+
+    Linux's getrusage counts what ran in the process before it became Python.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        peak = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+        if peak:
+            return int(peak[1]) * 1024
+    maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maxrss if sys.platform == "darwin" else maxrss * 1024
 
 
 def rss_bytes() -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from arch_models import widen, write_arch_models
+from chat_models import write_chat_model
 from models import write_tiny_moe
 
 from longhaul import demo
@@ -68,6 +69,12 @@ def smollm2() -> Path:
         return demo.ensure_source()
     except LonghaulError as e:
         pytest.skip(f"SmolLM2 cannot be had: {e}")
+
+
+@pytest.fixture(scope="session")
+def chat_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MoE of 3 layers x 8 experts, top-2, that has words to say."""
+    return write_chat_model(tmp_path_factory.mktemp("chat") / "chat.gguf", smollm2)
 
 
 @pytest.fixture(scope="session")

@@ -76,5 +76,6 @@ def largest_difference(a: Logits, b: Logits) -> float:
 
 
 def slot_counts(n_expert_used: int, n_expert: int) -> Sequence[int]:
-    """Return the slots to try: k, k + 1, half and all."""
-    return sorted({n_expert_used, n_expert_used + 1, n_expert // 2, n_expert})
+    """Return the slots to try: 1, k - 1, k, k + 1, half and all."""
+    k = n_expert_used
+    return sorted({1, max(k - 1, 1), k, min(k + 1, n_expert), n_expert // 2, n_expert})

@@ -2,7 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.arguments import LlamaArguments, count, option, read_arguments
+from longhaul.arguments import (
+    LlamaArguments,
+    count,
+    names_model,
+    only_asks,
+    option,
+    read_arguments,
+    remote_models,
+)
+from longhaul.budget import RunSizes
 from longhaul.errors import ConfigError
 
 
@@ -41,6 +50,7 @@ def test_defaults_are_those_of_llama_cpp() -> None:
     expected = LlamaArguments(
         model=None,
         n_ctx=None,
+        n_batch=2048,
         n_ubatch=512,
         n_seq=1,
         kv_element_bytes=2.0,
@@ -57,6 +67,7 @@ def test_all_that_costs_memory_is_read() -> None:
     expected = LlamaArguments(
         model=Path("m.gguf"),
         n_ctx=8192,
+        n_batch=1024,
         n_ubatch=256,
         n_seq=3,
         kv_element_bytes=4.0,
@@ -152,8 +163,61 @@ def test_other_load_modes_are_allowed(mode: str) -> None:
     assert read_arguments(["-m", "m.gguf", "--load-mode", mode], {}).model == Path("m.gguf")
 
 
-def test_a_repository_beside_a_file_is_llama_cpps_matter() -> None:
-    assert read_arguments(["-m", "m.gguf", "-hf", "a/b"], {}).model == Path("m.gguf")
+@pytest.mark.parametrize("name", ["-hf", "--model-url", "-dr"])
+def test_what_llama_cpp_would_load_instead_of_the_file_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not supported while streaming"):
+        read_arguments(["-m", "m.gguf", name, "a/b"], {})
+
+
+@pytest.mark.parametrize(
+    "variable", ["LLAMA_ARG_HF_REPO", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_DOCKER_REPO"]
+)
+def test_the_environment_can_name_a_remote_model_too(variable: str) -> None:
+    assert remote_models([], {variable: "a/b"}) == [variable]
+    assert remote_models([], {variable: ""}) == []
+    with pytest.raises(ConfigError, match=variable):
+        read_arguments(["-m", "m.gguf"], {variable: "a/b"})
+
+
+def test_a_model_is_named_by_option_environment_or_repository() -> None:
+    for args in (["-m", "m.gguf"], ["--model", "m.gguf"], ["-hf", "a/b"], ["-p", "x", "-m"]):
+        assert names_model(args, {})
+    assert names_model([], {"LLAMA_ARG_MODEL": "m.gguf"})
+    assert names_model([], {"LLAMA_ARG_HF_REPO": "a/b"})
+    for args in ([], ["-p", "x"], ["-md", "draft.gguf"]):
+        assert not names_model(args, {})
+
+
+def test_a_model_option_without_a_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="-m has no value"):
+        read_arguments(["-p", "x", "-m"], {})
+
+
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        *(("--version", True), ("--list-devices", True), ("--list_devices", True), ("-cl", True)),
+        *(("", False), ("-p --version", False), ("--version -m m.gguf", False), ("-v", False)),
+    ],
+)
+def test_what_needs_no_model(line: str, asks: bool) -> None:
+    assert only_asks(line.split()) == asks
+
+
+def test_sizes_are_those_of_the_options(tmp_path: Path) -> None:
+    draft = tmp_path / "d.gguf"
+    draft.write_bytes(b"x" * 100)
+    line = f"-c 8192 -ub 256 -np 3 -fa off -ctk f32 -md {draft}"
+    assert read_arguments(line.split(), {}).sizes() == RunSizes(
+        n_ctx=8192,
+        n_ubatch=256,
+        read_buffer_bytes=0,
+        n_seq=3,
+        kv_element_bytes=4.0,
+        flash_attention=False,
+        other_bytes=100,
+    )
+    assert read_arguments([], {}).sizes() == RunSizes(n_ctx=0, n_ubatch=512, read_buffer_bytes=0)
 
 
 @pytest.mark.parametrize("name", ["-c", "-b", "-ub", "-np"])

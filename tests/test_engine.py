@@ -4,6 +4,7 @@ import mmap
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from longhaul.engine import Engine
 from longhaul.errors import ConfigError, DecodeError, NativeError, ReadError
 from longhaul.experts import MoeModel
 from longhaul.index import read_index
+from longhaul.planner import StagedPlan, plan_stages
+
+SHRINK = Config(ubatch="shrink")
 
 pytestmark = pytest.mark.usefixtures("libraries")
 
@@ -113,17 +117,25 @@ def test_slot_tensors_never_exceed_the_budget(budget: int, tiny: Path) -> None:
     assert total == slots_bytes(model.layers, n_slots)
 
 
-def test_ubatch_is_shrunk_to_what_the_slots_serve(tiny: Path) -> None:
+def test_ubatch_keeps_its_size_by_default(tiny: Path) -> None:
+    model = read_index(tiny)
+    for n_slots in (1, 5, 8):
+        with open_engine(model, n_slots), llama.Model(tiny) as loaded:
+            with llama.Context(loaded, n_ubatch=64) as context:
+                assert context.n_ubatch == 64
+
+
+def test_ubatch_is_shrunk_when_asked(tiny: Path) -> None:
     model = read_index(tiny)
     for n_slots, n_ubatch in ((2, 1), (3, 1), (5, 2), (7, 3), (8, 64)):
-        with open_engine(model, n_slots), llama.Model(tiny) as loaded:
+        with open_engine(model, n_slots, SHRINK), llama.Model(tiny) as loaded:
             with llama.Context(loaded, n_ubatch=64) as context:
                 assert context.n_ubatch == n_ubatch
 
 
 def test_effective_ubatch_is_logged(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     llama.route_log()
-    with caplog.at_level("INFO", logger="longhaul.llama"), open_engine(read_index(tiny), 5):
+    with caplog.at_level("INFO", logger="longhaul.llama"), open_engine(read_index(tiny), 5, SHRINK):
         with llama.Model(tiny) as loaded, llama.Context(loaded, n_ubatch=64):
             pass
     line = next(text for text in caplog.messages if "n_ubatch" in text)
@@ -134,7 +146,7 @@ def test_counters_tell_prefill_from_decode(tiny: Path) -> None:
     stats = stream(tiny, 4, Recipe(n_prompt=10, n_greedy=3)).stats
     assert stats is not None
     assert (stats.prefill.n_tokens, stats.decode.n_tokens) == (10, 3)
-    assert stats.prefill.n_ubatches == 5  # of 2 tokens
+    assert (stats.prefill.n_ubatches, stats.decode.n_ubatches) == (1, 3)
     needed = stats.decode.n_hits + stats.decode.n_misses
     assert needed == 3 * 3 * 2  # tokens x layers x experts, distinct in a ubatch of one
     assert stats.total.n_misses - stats.total.n_evictions <= 3 * 4
@@ -149,12 +161,14 @@ def test_every_expert_is_read_once_when_all_have_slots(tiny: Path) -> None:
     assert stats.total.n_misses <= 3 * 8
 
 
-def test_failed_read_fails_the_decode_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [Config(), SHRINK], ids=["staged", "shrunk"])
+def test_failed_read_fails_the_decode_and_nothing_else(config: Config, tmp_path: Path) -> None:
     path = write_tiny_moe(tmp_path / "m.gguf")
     model, content = read_index(path), path.read_bytes()
     last = max(t.offset for layer in model.layers for t in layer.tensors)
-    wanted = evaluate(path, Recipe(n_prompt=12, n_greedy=0, n_ubatch=2)).logits
-    with open_engine(model, 4) as engine:
+    n_ubatch = 2 if config.ubatch == "shrink" else 12
+    wanted = evaluate(path, Recipe(n_prompt=12, n_greedy=0, n_ubatch=n_ubatch)).logits
+    with open_engine(model, 4, config) as engine:
         with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
             os.truncate(path, last + 5)
             tokens = evaluated_tokens(loaded.n_vocab, 12)
@@ -177,22 +191,48 @@ def evaluated_tokens(n_vocab: int, n: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(7).integers(0, n_vocab, n)]
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("plan", [1]), ("plan_stages", [1, 2, 3, 4])])
 def test_exception_in_the_planner_fails_the_decode(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tokens: list[int], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> None:
         raise KeyError("planner")
 
     with open_engine(read_index(tiny), 4) as engine:
         with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
-            monkeypatch.setattr("longhaul.engine.plan", broken)
+            monkeypatch.setattr(f"longhaul.engine.{name}", broken)
             with pytest.raises(DecodeError):
-                context.decode([1, 2, 3])
+                context.decode(tokens)
             with pytest.raises(KeyError, match="planner"):
                 engine.raise_kept()
             monkeypatch.undo()
-            assert context.decode([1, 2, 3]).shape == (3, loaded.n_vocab)
+            assert context.decode(tokens).shape == (len(tokens), loaded.n_vocab)
             engine.raise_kept()
+
+
+@pytest.mark.parametrize("damage", ["missing", "twice", "stage", "slot"])
+def test_wrong_plan_is_refused_before_anything_is_computed(
+    damage: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*args: object) -> StagedPlan:
+        staged = plan_stages(*args)  # type: ignore[arg-type]
+        first, *rest = staged.places
+        places = {
+            "missing": tuple(rest),
+            "twice": (*staged.places, first),
+            "stage": (first._replace(stage=99), *rest),
+            "slot": (first._replace(slot=99), *rest),
+        }[damage]
+        return replace(staged, places=places)
+
+    with open_engine(read_index(tiny), 4) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            monkeypatch.setattr("longhaul.engine.plan_stages", damaged)
+            with pytest.raises(DecodeError):
+                context.decode([1, 2, 3, 4])
+            with pytest.raises(NativeError, match="layer 0"):
+                engine.raise_kept()
+            assert_consistent(engine)
 
 
 def test_a_model_that_is_loaded_again_starts_empty(tiny: Path) -> None:

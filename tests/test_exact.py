@@ -1,12 +1,13 @@
 """Streamed logits equal those of the resident run of the same build: largest difference 0.0."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ARCHS
 from models import Type, experts_in_two_shards, split_gguf, write_tiny_moe
-from streaming import Recipe, evaluate, largest_difference, slot_counts, stream
+from streaming import Recipe, Run, evaluate, largest_difference, slot_counts, stream
 
 from longhaul.config import Config
 from longhaul.index import read_index
@@ -14,25 +15,51 @@ from longhaul.index import read_index
 pytestmark = pytest.mark.usefixtures("libraries")
 
 
+SHRINK = Config(ubatch="shrink")
+
+
+def assert_exact(path: Path, n_slots: int, recipe: Recipe, resident: Run) -> None:
+    streamed = stream(path, n_slots, recipe)
+    assert streamed.n_ubatch == resident.n_ubatch
+    assert streamed.stats is not None
+    assert streamed.stats.total.read_bytes > 0
+    assert largest_difference(streamed.logits, resident.logits) == 0.0, f"{n_slots} slots"
+
+
 def assert_exact_at_all_slot_counts(path: Path, recipe: Recipe) -> None:
     layer = read_index(path).layers[0]
+    resident = evaluate(path, recipe)
     for n_slots in slot_counts(layer.n_expert_used, layer.n_expert):
-        streamed = stream(path, n_slots, recipe)
-        wanted = Recipe(
-            recipe.n_prompt, recipe.n_greedy, streamed.n_ubatch, recipe.n_threads, recipe.repack
-        )
-        resident = evaluate(path, wanted)
-        assert resident.n_ubatch == streamed.n_ubatch
-        assert streamed.stats is not None
-        assert streamed.stats.total.read_bytes > 0
-        if n_slots < layer.n_expert:
-            assert streamed.stats.total.n_evictions > 0
-        assert largest_difference(streamed.logits, resident.logits) == 0.0, f"{n_slots} slots"
+        assert_exact(path, n_slots, recipe, resident)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_architecture_streams_exactly(arch: str, arch_model: Callable[[str], Path]) -> None:
     assert_exact_at_all_slot_counts(arch_model(arch), Recipe())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_architecture_streams_exactly_with_a_shrunk_ubatch(
+    arch: str, arch_model: Callable[[str], Path]
+) -> None:
+    path = arch_model(arch)
+    for n_slots, n_ubatch in ((3, 1), (8, 2), (16, 512)):
+        recipe = Recipe()
+        streamed = stream(path, n_slots, recipe, SHRINK)
+        resident = evaluate(path, replace(recipe, n_ubatch=n_ubatch))
+        assert streamed.n_ubatch == resident.n_ubatch
+        assert largest_difference(streamed.logits, resident.logits) == 0.0, f"{n_slots} slots"
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 3, 64])
+def test_ubatches_of_any_size_stream_exactly(n_ubatch: int, tiny: Path) -> None:
+    assert_exact_at_all_slot_counts(tiny, Recipe(n_prompt=70, n_greedy=8, n_ubatch=n_ubatch))
+
+
+def test_whole_prompt_in_one_slot_streams_exactly(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_expert=64, n_expert_used=6, n_ff=32)
+    recipe = Recipe(n_prompt=2048, n_greedy=2, n_ubatch=2048)
+    assert_exact(path, 1, recipe, evaluate(path, recipe))
 
 
 def test_real_text_model_with_distinct_experts_streams_exactly(small_demo: Path) -> None:
@@ -69,13 +96,10 @@ def test_repacked_slots_are_used_for_types_that_llama_cpp_repacks(tmp_path: Path
     assert run.repacked_bytes == run.slot_bytes
 
 
-def test_one_repacked_slot_serves_a_top_1_model(tmp_path: Path) -> None:
-    path = write_tiny_moe(
-        tmp_path / "m.gguf", n_expert_used=1, n_embd=256, n_ff=256, types={"*_exps.*": Type.Q4_0}
-    )
-    recipe = Recipe(n_prompt=20, n_greedy=8, n_ubatch=1, repack=True)
-    streamed, resident = stream(path, 1, recipe), evaluate(path, recipe)
-    assert largest_difference(streamed.logits, resident.logits) == 0.0
+def test_one_repacked_slot_streams_exactly(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=256, n_ff=256, types={"*_exps.*": Type.Q4_0})
+    recipe = Recipe(n_prompt=20, n_greedy=8, repack=True)
+    assert_exact(path, 1, recipe, evaluate(path, recipe))
 
 
 def test_layers_and_tensors_of_different_types_stream_side_by_side(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from longhaul.experts import ExpertTensor, MoeLayer, MoeModel
 from longhaul.report import (
     PlannedMemory,
     budget_lines,
+    context_line,
     model_line,
+    overcommit_line,
     planned_memory,
     read_line,
     span,
@@ -80,9 +82,8 @@ def test_a_cache_below_the_token_cycle_is_warned_about(n_slots: list[int], warns
 
 
 @pytest.mark.parametrize(
-    ("n_ubatch_limit", "line"),
+    ("n_ubatch", "line"),
     [
-        (None, "ubatch  512"),
         (512, "ubatch  512"),
         (513, "ubatch  512"),
         (
@@ -91,8 +92,21 @@ def test_a_cache_below_the_token_cycle_is_warned_about(n_slots: list[int], warns
         ),
     ],
 )
-def test_ubatch_line_says_when_it_is_shrunk(n_ubatch_limit: int | None, line: str) -> None:
-    assert ubatch_line(n_ubatch_limit, 512) == line
+def test_ubatch_line_says_when_it_is_shrunk(n_ubatch: int, line: str) -> None:
+    assert ubatch_line(n_ubatch, 512) == line
+
+
+def test_context_line_says_what_was_cut_and_what_chooses() -> None:
+    line = context_line(4096, 131072)
+    assert line.startswith("context 4096 instead of 131072,")
+    assert "--ctx-size" in line
+
+
+def test_overcommit_line_says_what_is_planned_available_and_who_says_so() -> None:
+    limit = MemoryLimit(2048 * MIB, 1000 * MIB, "RAM")
+    assert overcommit_line(1500 * MIB, limit) == (
+        "warning 1500 MiB are planned, but only 1000 MiB are available (RAM)"
+    )
 
 
 @pytest.mark.parametrize(

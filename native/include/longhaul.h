@@ -81,9 +81,11 @@ LH_API int64_t lh_read_pool_buffer_bytes(const lh_read_pool * pool);
 typedef struct lh_stream lh_stream;
 
 typedef struct lh_layer_shape {
-    int32_t layer;    // block index in the model
-    int32_t n_expert; // routed experts
-    int32_t n_slots;  // 1 .. n_expert
+    int32_t         layer;         // block index in the model
+    int32_t         n_expert;      // routed experts
+    int32_t         n_expert_used; // chosen for each token
+    int32_t         n_slots;       // 1 .. n_expert
+    const int32_t * n_stages;      // [n_expert + 1] stages of a ubatch that selects so many distinct experts at most
 } lh_layer_shape;
 
 // The slot table of one layer. Both sides read it; stamps are written by the sync op, the rest by the caller of the API.
@@ -107,26 +109,44 @@ typedef struct lh_counters {
     int64_t n_evictions;
     int64_t read_bytes;
     int64_t compute_us; // from the start to the end of the ubatches, waiting included
-    int64_t wait_us;    // from a miss to the moment the layer can go on, planning included
-    int64_t read_us;    // inside lh_stream_load
+    int64_t wait_us;    // from a sync that misses something to the moment the layer can go on, planning included
+    int64_t read_us;    // of that, waiting for reads
     int64_t n_errors;
 } lh_counters;
 
-// Make the experts resident: called on the computing thread with the missing ones, each once, of the layer's index in shapes.
-// LH_STATUS_OK promises that slot_of of all needed experts (the missing and the others) is valid; anything else fails the ubatch.
-typedef lh_status (*lh_miss_fn)(void * user_data, int32_t layer_index, const int32_t * needed, int32_t n_needed,
-                                const int32_t * missing, int32_t n_missing);
+// What a layer needs in one ubatch: distinct experts in the order of their first row.
+typedef struct lh_request {
+    int32_t         layer_index; // in lh_stream_params.shapes
+    int32_t         n_stages;    // of the graph: 1 or more
+    int32_t         n_needed;
+    int32_t         n_missing;
+    const int32_t * needed;  // [n_needed]
+    const int32_t * n_rows;  // [n_needed]   rows (token, choice) of each needed expert
+    const int32_t * missing; // [n_missing]  those of the needed that no slot holds
+} lh_request;
+
+// Plan a layer. Called on the computing thread, unless all is resident and there is one stage.
+// With one stage, LH_STATUS_OK promises that slot_of of all needed experts is valid. With more, that lh_stream_set_stages was
+// called. Anything else fails the ubatch.
+typedef lh_status (*lh_plan_fn)(void * user_data, const lh_request * request);
+// All stages that lh_stream_set_stages named have been read into their slots.
+typedef void (*lh_complete_fn)(void * user_data, int32_t layer_index);
+// The running ubatch fails with this status, and lh_last_error() says why. Called on the computing thread, once a ubatch.
+typedef void (*lh_failure_fn)(void * user_data, lh_status status);
 // The slot table was emptied, because a model was loaded or freed.
 typedef void (*lh_reset_fn)(void * user_data);
 
 typedef struct lh_stream_params {
-    const char *           path_model;   // as the model is loaded with
-    const lh_layer_shape * shapes;       // [n_layers]
+    const char *           path_model;        // as the model is loaded with
+    const lh_layer_shape * shapes;            // [n_layers]
     int32_t                n_layers;
-    int32_t                n_ubatch_max; // contexts get min(this, their n_ubatch)
-    lh_read_pool *         pool;         // must outlive the stream
-    lh_miss_fn             on_miss;
+    int32_t                n_ubatch_staged;   // contexts get min(this, their n_ubatch) where stages can be computed,
+    int32_t                n_ubatch_unstaged; // and min(this, their n_ubatch) where not; 0: such contexts are refused
+    lh_read_pool *         pool;              // must outlive the stream
+    lh_plan_fn             on_plan;
+    lh_complete_fn         on_complete;
     lh_reset_fn            on_reset;
+    lh_failure_fn          on_failure;
     void *                 user_data;
 } lh_stream_params;
 
@@ -157,8 +177,21 @@ LH_API void lh_stream_slot_bytes(const lh_stream * stream, int64_t * total, int6
 LH_API lh_phase lh_stream_phase(const lh_stream * stream);
 
 // Read every tensor's slice of the experts into the slots, all in one batch. Does not touch the slot table. After a failure
-// the slots hold anything. To be called from on_miss.
+// the slots hold anything. To be called from on_plan.
 LH_API lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
+
+typedef struct lh_place {
+    int32_t stage; // 0 .. n_stages of the request
+    int32_t expert;
+    int32_t slot;
+    bool    is_load; // false: the slot holds the expert already
+} lh_place;
+
+// Say in which stage each needed expert is computed, and from which slot. A slot is used once in a stage, and first by what it
+// holds. Loads are read in the order of the stages, as early as their slots allow: while the stage before is computed, if that
+// one does not use the slot. To be called from on_plan.
+LH_API lh_status lh_stream_set_stages(lh_stream * stream, int32_t layer_index, const lh_place * places,
+                                      int32_t n_places);
 
 // cffi: end
 

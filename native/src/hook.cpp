@@ -12,10 +12,16 @@
 
 namespace lh {
 
+// A slot tensor of a loaded model: which one of its layer.
+struct slot_tensor {
+    stream_layer * layer;
+    int32_t        tensor;
+};
+
 // Changed only while models are loaded or freed, and by the API.
-static std::mutex                                              registry_mutex;
-static std::vector<lh_stream *>                                active_streams;
-static std::unordered_map<const ggml_tensor *, stream_layer *> slot_tensors;
+static std::mutex                                           registry_mutex;
+static std::vector<lh_stream *>                             active_streams;
+static std::unordered_map<const ggml_tensor *, slot_tensor> slot_tensors;
 
 static const char * refusal(const llama_model_params & params) {
     if (params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
@@ -79,9 +85,9 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
     const lh_status             status = guarded([&] {
         stream->bind(slots);
         for (stream_layer & layer : stream->layers) {
-            for (const expert_tensor & tensor : layer.tensors) {
-                if (tensor.slots == slots) {
-                    slot_tensors[slots] = &layer;
+            for (size_t i = 0; i < layer.tensors.size(); i++) {
+                if (layer.tensors[i].slots == slots) {
+                    slot_tensors[slots] = { &layer, static_cast<int32_t>(i) };
                 }
             }
         }
@@ -93,13 +99,34 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
 }
 
 static uint32_t hook_n_ubatch(void * handle, uint32_t n_ubatch) {
-    return std::min(n_ubatch, static_cast<model_handle *>(handle)->stream->n_ubatch_max);
+    return static_cast<model_handle *>(handle)->stream->n_ubatch(n_ubatch);
 }
 
-static void * hook_layer(const ggml_tensor * weight) {
+static uint32_t hook_n_nodes(void * handle, uint32_t n_tokens) {
+    return static_cast<model_handle *>(handle)->stream->n_stage_nodes(n_tokens);
+}
+
+static int32_t hook_n_stages(const ggml_tensor * weight, int64_t n_selected) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     const auto                  it = slot_tensors.find(weight);
-    return it == slot_tensors.end() ? nullptr : it->second;
+    if (it == slot_tensors.end()) {
+        return 0;
+    }
+    const stream_layer & layer = *it->second.layer;
+    return layer.stream->can_stage() ? layer.n_stages_for(n_selected) : 1;
+}
+
+static void * hook_stage(const ggml_tensor * weight, int32_t stage) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    const auto                  it = slot_tensors.find(weight);
+    if (it == slot_tensors.end()) {
+        return nullptr;
+    }
+    stream_layer & layer  = *it->second.layer;
+    const int32_t  tensor = stage < 0 ? -1 : it->second.tensor;
+    sync_point &   point  = layer.points[{ tensor, stage }];
+    point                 = { &layer, tensor, stage };
+    return &point;
 }
 
 static void hook_begin(void * handle, int32_t n_tokens, bool is_prefill) {
@@ -114,24 +141,21 @@ static bool hook_end(void * handle) {
     return static_cast<model_handle *>(handle)->stream->end();
 }
 
-static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, int ith, int, void * userdata) {
+static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_tensor *, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
     }
-    stream_layer & layer  = *static_cast<stream_layer *>(userdata);
-    lh_stream *    stream = layer.stream;
+    const sync_point & point  = *static_cast<sync_point *>(userdata);
+    lh_stream *        stream = point.layer->stream;
     if (stream->phase == LH_N_PHASES) {
         GGML_ABORT("longhaul: a graph with streamed experts was computed outside of llama_decode");
     }
     if (!stream->has_failed) {
-        const lh_status status = guarded([&] { stream->sync(layer, dst, ids); });
+        const lh_status status = guarded([&] { stream->sync(point, dst, ids); });
         if (status == LH_STATUS_OK) {
             return;
         }
-        if (status != LH_STATUS_CALLBACK) {
-            std::fprintf(stderr, "longhaul: %s\n", lh_last_error());
-        }
-        stream->has_failed = true;
+        stream->fail(status);
     }
     std::memset(dst->data, 0, ggml_nbytes(dst)); // valid ids for what still runs; end() throws its results away
 }
@@ -143,7 +167,9 @@ static const llama_stream_hook hook = {
     /* n_slots   */ hook_n_slots,
     /* bind      */ hook_bind,
     /* n_ubatch  */ hook_n_ubatch,
-    /* layer     */ hook_layer,
+    /* n_nodes   */ hook_n_nodes,
+    /* n_stages  */ hook_n_stages,
+    /* stage     */ hook_stage,
     /* sync      */ hook_sync,
     /* begin     */ hook_begin,
     /* failed    */ hook_failed,
@@ -154,10 +180,10 @@ static const llama_stream_hook hook = {
 
 lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream) {
     return lh::guarded([&] {
-        if (!params->path_model || params->n_layers < 1 || params->n_ubatch_max < 1 || !params->pool ||
-            !params->on_miss || !params->on_reset) {
-            throw lh::error(LH_STATUS_INVALID_ARGUMENT,
-                            "a stream needs a model, layers, a ubatch size, a pool and callbacks");
+        if (!params->path_model || params->n_layers < 1 || params->n_ubatch_staged < 0 ||
+            params->n_ubatch_unstaged < 0 || !params->pool || !params->on_plan || !params->on_complete ||
+            !params->on_reset || !params->on_failure) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a pool and callbacks");
         }
         *stream = new lh_stream(*params);
     });
@@ -233,4 +259,8 @@ lh_phase lh_stream_phase(const lh_stream * stream) {
 
 lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads) {
     return lh::guarded([&] { stream->load(layer_index, loads, n_loads); });
+}
+
+lh_status lh_stream_set_stages(lh_stream * stream, int32_t layer_index, const lh_place * places, int32_t n_places) {
+    return lh::guarded([&] { stream->set_stages(layer_index, places, n_places); });
 }

@@ -152,8 +152,9 @@ void lh_read_pool::reserve(int64_t size) {
     if (size <= chunk_bytes) {
         return;
     }
-    const int64_t               aligned = lh::align_up(size);
-    std::lock_guard<std::mutex> run_lock(run_mutex);
+    const int64_t                aligned = lh::align_up(size);
+    std::unique_lock<std::mutex> lock(mutex);
+    done.wait(lock, [&] { return jobs.empty() && n_busy == 0; });
     for (worker & w : workers) {
         uint8_t * buffer = lh::allocate_buffer(aligned + 2 * lh::block_bytes);
         std::free(w.buffer);
@@ -187,47 +188,76 @@ void lh_read_pool::check_file(int32_t file) const {
     }
 }
 
-void lh_read_pool::run(const std::vector<lh::read_chunk> & chunks) {
-    std::lock_guard<std::mutex>  run_lock(run_mutex);
-    std::unique_lock<std::mutex> lock(mutex);
-    batch   = &chunks;
-    next    = 0;
-    failure = nullptr;
+void lh_read_pool::submit(std::vector<lh::read_chunk> chunks, lh::read_batch & batch) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        batch.n_open += chunks.size();
+        for (lh::read_chunk & chunk : chunks) {
+            jobs.push_back({ std::move(chunk), &batch });
+        }
+    }
     wake.notify_all();
-    done.wait(lock, [&] { return next >= chunks.size() && busy == 0; });
-    batch = nullptr;
-    if (failure) {
-        std::rethrow_exception(failure);
+}
+
+void lh_read_pool::wait(lh::read_batch & batch) {
+    std::unique_lock<std::mutex> lock(mutex);
+    done.wait(lock, [&] { return batch.n_open == 0; });
+    if (batch.failure) {
+        std::rethrow_exception(batch.failure);
     }
 }
 
-void lh_read_pool::take_chunks(worker & self, std::unique_lock<std::mutex> & lock) {
-    while (batch && next < batch->size()) {
-        const lh::read_chunk & chunk = (*batch)[next++];
-        busy++;
-        lock.unlock();
-        std::exception_ptr error;
-        try {
-            chunk.sink(lh::read_into(files[chunk.file], chunk.offset, chunk.size, self.buffer));
-        } catch (...) {
-            error = std::current_exception();
-        }
-        lock.lock();
-        if (error && !failure) {
-            failure = error;
-            next    = batch->size(); // the rest is not read
-        }
-        if (--busy == 0 && next >= batch->size()) {
-            done.notify_all();
-        }
+void lh_read_pool::cancel() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!jobs.empty()) {
+        lh::read_batch & batch = *jobs.front().batch;
+        jobs.pop_front();
+        finish(batch);
+    }
+    done.wait(lock, [&] { return n_busy == 0; });
+}
+
+void lh_read_pool::run(std::vector<lh::read_chunk> chunks) {
+    lh::read_batch batch;
+    submit(std::move(chunks), batch);
+    wait(batch);
+}
+
+void lh_read_pool::finish(lh::read_batch & batch) {
+    batch.n_open--;
+    if (batch.n_open == 0) {
+        done.notify_all();
     }
 }
 
 void lh_read_pool::work(worker & self) {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!stop) {
-        take_chunks(self, lock);
-        wake.wait(lock, [&] { return stop || (batch && next < batch->size()); });
+    while (true) {
+        wake.wait(lock, [&] { return stop || !jobs.empty(); });
+        if (stop) {
+            return;
+        }
+        job next = std::move(jobs.front());
+        jobs.pop_front();
+        n_busy++;
+        if (!next.batch->failure) {
+            lock.unlock();
+            std::exception_ptr failure;
+            try {
+                next.chunk.sink(lh::read_into(files[next.chunk.file], next.chunk.offset, next.chunk.size, self.buffer));
+            } catch (...) {
+                failure = std::current_exception();
+            }
+            lock.lock();
+            if (failure && !next.batch->failure) {
+                next.batch->failure = failure;
+            }
+        }
+        n_busy--;
+        finish(*next.batch);
+        if (jobs.empty() && n_busy == 0) {
+            done.notify_all();
+        }
     }
 }
 
@@ -268,9 +298,7 @@ lh_status lh_read_pool_read(lh_read_pool * pool, const lh_read * reads, int64_t 
                                    [dst, n = piece.size](const uint8_t * data) { std::memcpy(dst, data, n); } });
             }
         }
-        if (!chunks.empty()) {
-            pool->run(chunks);
-        }
+        pool->run(std::move(chunks));
     });
 }
 

@@ -2,6 +2,8 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -28,6 +30,12 @@ struct read_chunk {
     std::function<void(const uint8_t * data)> sink;
 };
 
+// Chunks that are waited for together.
+struct read_batch {
+    size_t             n_open = 0; // not finished
+    std::exception_ptr failure;    // the first; the chunks after it are not read
+};
+
 // A part of a range, counted from the range's start.
 struct piece {
     int64_t offset;
@@ -43,7 +51,7 @@ std::vector<piece> split_file_range(int64_t offset, int64_t size, int64_t chunk_
 
 } // namespace lh
 
-// Reads batches of chunks with a fixed number of threads and buffers.
+// Reads chunks, first come first served, with a fixed number of threads and buffers.
 struct lh_read_pool {
     lh_read_pool(int32_t n_threads, int64_t chunk_bytes);
     ~lh_read_pool();
@@ -51,13 +59,18 @@ struct lh_read_pool {
     lh_read_pool(const lh_read_pool &)             = delete;
     lh_read_pool & operator=(const lh_read_pool &) = delete;
 
-    // Returns when every chunk has been read and taken. Throws the first failure, after all workers have let go of the chunks.
-    void run(const std::vector<lh::read_chunk> & chunks);
+    // The batch must live until wait() has returned, or cancel().
+    void submit(std::vector<lh::read_chunk> chunks, lh::read_batch & batch);
+    // Returns when every chunk of the batch has been read and taken, or throws its failure once none is being read.
+    void wait(lh::read_batch & batch);
+    // Forgets what has not been started, of all batches, and returns when nothing is being read.
+    void cancel();
+    void run(std::vector<lh::read_chunk> chunks);
 
     int32_t open_file(const char * path, bool uncached);
     void    check_file(int32_t file) const;
 
-    // Makes the buffers large enough for chunks of this size. Not while run() is active.
+    // Makes the buffers large enough for chunks of this size.
     void reserve(int64_t chunk_bytes);
 
     std::vector<lh::read_file> files;
@@ -71,18 +84,20 @@ struct lh_read_pool {
         uint8_t *   buffer = nullptr;
     };
 
+    struct job {
+        lh::read_chunk   chunk;
+        lh::read_batch * batch;
+    };
+
     void shut_down() noexcept;
     void work(worker & self);
-    void take_chunks(worker & self, std::unique_lock<std::mutex> & lock);
+    void finish(lh::read_batch & batch);
 
     std::vector<worker> workers;
 
-    std::mutex                          run_mutex; // one batch at a time
-    std::mutex                          mutex;     // guards what follows
-    std::condition_variable             wake, done;
-    const std::vector<lh::read_chunk> * batch = nullptr;
-    size_t                              next  = 0; // first chunk that nobody took
-    size_t                              busy  = 0; // chunks taken and not finished
-    bool                                stop  = false;
-    std::exception_ptr                  failure;
+    std::mutex              mutex; // guards what follows, and the batches
+    std::condition_variable wake, done;
+    std::deque<job>         jobs;
+    size_t                  n_busy = 0; // workers with a job
+    bool                    stop   = false;
 };

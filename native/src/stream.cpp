@@ -14,7 +14,7 @@ namespace lh {
 // Rows that the CPU's repacked layouts interleave: 4, 8 or 16.
 static constexpr int64_t repack_rows = 16;
 
-static int64_t now_us() {
+int64_t now_us() {
     return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }
@@ -62,11 +62,14 @@ static ggml_tensor rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, 
 
 lh_stream::lh_stream(const lh_stream_params & params) :
     path_model(lh::canonical_path(params.path_model)),
-    n_ubatch_max(params.n_ubatch_max),
+    n_ubatch_staged(params.n_ubatch_staged),
+    n_ubatch_unstaged(params.n_ubatch_unstaged),
     layers(params.n_layers),
     pool(params.pool),
-    on_miss(params.on_miss),
+    on_plan(params.on_plan),
+    on_complete(params.on_complete),
     on_reset(params.on_reset),
+    on_failure(params.on_failure),
     user_data(params.user_data) {
     for (int32_t i = 0; i < params.n_layers; i++) {
         const lh_layer_shape & shape = params.shapes[i];
@@ -79,10 +82,14 @@ lh_stream::lh_stream(const lh_stream_params & params) :
         layer.stream             = this;
         layer.index              = i;
         layer.layer              = shape.layer;
+        layer.n_expert_used      = shape.n_expert_used;
+        layer.n_stages.assign(shape.n_stages, shape.n_stages + shape.n_expert + 1);
         layer.slot_of.assign(shape.n_expert, -1);
         layer.expert_of.assign(shape.n_slots, -1);
         layer.last_use.assign(shape.n_slots, 0);
         layer.seen.assign(shape.n_expert, 0);
+        layer.seen_at.assign(shape.n_expert, 0);
+        layer.n_rows.reserve(shape.n_expert);
         layer.needed.reserve(shape.n_expert);
         layer.missing.reserve(shape.n_expert);
     }
@@ -103,9 +110,11 @@ void lh_stream::reset_tables() {
         for (lh::expert_tensor & tensor : layer.tensors) {
             tensor.slots = nullptr;
         }
+        layer.plan.is_active = false;
     }
-    slot_bytes     = 0;
-    repacked_bytes = 0;
+    slot_bytes       = 0;
+    repacked_bytes   = 0;
+    has_device_slots = false;
     on_reset(user_data);
 }
 
@@ -129,14 +138,15 @@ void lh_stream::bind(ggml_tensor * slots) {
             if (tensor.name != slots->name) {
                 continue;
             }
-            const int64_t n_slots = static_cast<int64_t>(layer.expert_of.size());
-            if (slots->ne[2] != n_slots || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes || tensor.slots) {
+            if (slots->ne[2] != layer.n_slots() || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes ||
+                tensor.slots) {
                 throw lh::error(LH_STATUS_INVALID_ARGUMENT,
                                 tensor.name + ": the slot tensor has another shape than planned");
             }
             tensor.kind  = lh::kind_of(slots);
             tensor.slots = slots;
             slot_bytes += ggml_nbytes(slots);
+            has_device_slots |= tensor.kind == lh::slot_kind::device;
             if (tensor.kind == lh::slot_kind::repacked) {
                 repacked_bytes += ggml_nbytes(slots);
                 pool->reserve(lh::repack_rows * slots->nb[1]);
@@ -156,7 +166,18 @@ void lh_stream::begin(int32_t n_tokens, bool is_prefill) {
     counters[phase].n_tokens += n_tokens;
 }
 
+void lh_stream::fail(lh_status status) {
+    has_failed = true;
+    on_failure(user_data, status);
+}
+
 bool lh_stream::end() {
+    for (lh::stream_layer & layer : layers) {
+        if (layer.plan.is_active) { // only after a failure, or when the graph does not compute all of the layer
+            pool->cancel();
+            layer.plan.is_active = false;
+        }
+    }
     const bool ok = !has_failed;
     counters[phase].compute_us += lh::now_us() - ubatch_start_us;
     counters[phase].n_errors += ok ? 0 : 1;
@@ -165,66 +186,17 @@ bool lh_stream::end() {
     return ok;
 }
 
-// Fills needed with the distinct ids in order of appearance, and missing with those of them that no slot holds.
-void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
-    const int64_t n_expert = static_cast<int64_t>(layer.slot_of.size());
-    n_ubatches++;
-    layer.needed.clear();
-    layer.missing.clear();
-    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
-        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
-            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) +
-                                                                      i1 * ids->nb[1] + i0 * ids->nb[0]);
-            if (expert < 0 || expert >= n_expert) {
-                throw lh::error(LH_STATUS_INTERNAL, "layer " + std::to_string(layer.layer) +
-                                                        ": the router chose expert " + std::to_string(expert) + " of " +
-                                                        std::to_string(n_expert));
-            }
-            if (layer.seen[expert] == n_ubatches) {
-                continue;
-            }
-            layer.seen[expert] = n_ubatches;
-            layer.needed.push_back(expert);
-            if (layer.slot_of[expert] < 0) {
-                layer.missing.push_back(expert);
-            }
-        }
-    }
+uint32_t lh_stream::n_ubatch(uint32_t wanted) const {
+    return std::min(wanted, can_stage() ? n_ubatch_staged : n_ubatch_unstaged);
 }
 
-void lh_stream::sync(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids) {
-    lh_counters & count = counters[phase];
-    collect(layer, ids);
-    count.n_hits += static_cast<int64_t>(layer.needed.size() - layer.missing.size());
-    count.n_misses += static_cast<int64_t>(layer.missing.size());
-
-    if (!layer.missing.empty()) {
-        const int64_t   start_us = lh::now_us();
-        const lh_status status =
-            on_miss(user_data, layer.index, layer.needed.data(), static_cast<int32_t>(layer.needed.size()),
-                    layer.missing.data(), static_cast<int32_t>(layer.missing.size()));
-        count.wait_us += lh::now_us() - start_us;
-        if (status != LH_STATUS_OK) {
-            throw lh::error(status, "layer " + std::to_string(layer.layer) + ": experts were not loaded");
-        }
+uint32_t lh_stream::n_stage_nodes(uint32_t n_tokens) const {
+    uint32_t n_nodes = 0;
+    for (const lh::stream_layer & layer : layers) {
+        const int32_t n_stages = can_stage() ? layer.n_stages_for(int64_t(n_tokens) * layer.n_expert_used) : 1;
+        n_nodes += static_cast<uint32_t>(layer.tensors.size()) * 2 * n_stages; // sync and product
     }
-
-    for (int32_t expert : layer.needed) {
-        const int32_t slot = layer.slot_of[expert];
-        if (slot < 0 || slot >= static_cast<int32_t>(layer.expert_of.size()) || layer.expert_of[slot] != expert) {
-            throw lh::error(LH_STATUS_INTERNAL, "layer " + std::to_string(layer.layer) + ": expert " +
-                                                    std::to_string(expert) + " is in no slot");
-        }
-        layer.last_use[slot] = ++clock;
-    }
-    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
-        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
-            const int32_t expert = *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) +
-                                                                      i1 * ids->nb[1] + i0 * ids->nb[0]);
-            *reinterpret_cast<int32_t *>(static_cast<char *>(dst->data) + i1 * dst->nb[1] + i0 * dst->nb[0]) =
-                layer.slot_of[expert];
-        }
-    }
+    return n_nodes;
 }
 
 void lh_stream::add_chunks(const lh::expert_tensor & tensor, const lh_load & load,

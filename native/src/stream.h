@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <string>
@@ -30,19 +32,71 @@ struct expert_tensor {
     slot_kind     kind  = slot_kind::host;
 };
 
+// Where and when an expert is computed in the running ubatch.
+struct placement {
+    int32_t stage = -1;
+    int32_t slot  = -1;
+};
+
+// One stage of one tensor.
+struct stage_reads {
+    bool       is_submitted = false;
+    read_batch batch;
+};
+
+// The stages of a layer in the running ubatch.
+struct stage_plan {
+    bool                   is_active = false;
+    int32_t                n_stages  = 0;
+    std::vector<placement> places;              // [n_expert]
+    std::vector<lh_place>  loads;               // by stage
+    std::vector<size_t>    load_first;          // [n_stages + 1] of loads
+    std::vector<bool>      is_early;            // [n_stages] can be read while the stage before is computed
+    int32_t                n_synced        = 0; // syncs of the layer so far
+    int32_t                n_tensors_begun = 0;
+
+    std::vector<int32_t>                 n_synced_of; // [n_tensors] stages whose sync has run
+    std::vector<std::deque<stage_reads>> reads;       // [n_tensors][n_stages]
+};
+
+struct stream_layer;
+
+// What a sync op stands before: one stage of one tensor, or (tensor -1) all products of the layer.
+struct sync_point {
+    stream_layer * layer;
+    int32_t        tensor;
+    int32_t        stage;
+};
+
 struct stream_layer {
     lh_stream *                stream;
-    int32_t                    index; // in lh_stream::layers
-    int32_t                    layer; // in the model
+    int32_t                    index;    // in lh_stream::layers
+    int32_t                    layer;    // in the model
+    int32_t                    n_expert_used;
+    std::vector<int32_t>       n_stages; // [n_expert + 1]
     std::vector<int32_t>       slot_of;
     std::vector<int32_t>       expert_of;
     std::vector<int64_t>       last_use;
     std::vector<expert_tensor> tensors;
+    std::vector<int32_t>       order; // of the tensors in the graph, as seen last
+    stage_plan                 plan;
 
-    // scratch of the sync op: ubatch that saw the expert last, and the distinct ids in order of appearance
+    std::map<std::pair<int32_t, int32_t>, sync_point> points; // by tensor and stage
+
+    // scratch of the sync op: ubatch that saw the expert last and its place in needed, the distinct ids in order of
+    // appearance, and how many rows each has
     std::vector<int64_t> seen;
+    std::vector<int32_t> seen_at;
     std::vector<int32_t> needed;
+    std::vector<int32_t> n_rows;
     std::vector<int32_t> missing;
+
+    int32_t n_expert() const { return static_cast<int32_t>(slot_of.size()); }
+
+    int32_t n_slots() const { return static_cast<int32_t>(expert_of.size()); }
+
+    // Stages of a ubatch that selects n_selected experts, repeats included.
+    int32_t n_stages_for(int64_t n_selected) const { return n_stages[std::min<int64_t>(n_selected, n_expert())]; }
 };
 
 } // namespace lh
@@ -57,42 +111,64 @@ struct lh_stream {
 
     void begin(int32_t n_tokens, bool is_prefill);
     bool end();
-    // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, loading what is missing.
-    void sync(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids);
+    void fail(lh_status status);
+    // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, after what they stand for has been loaded.
+    void sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
     void load(int32_t layer_index, const lh_load * loads, int32_t n_loads);
+    void set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
+
+    uint32_t n_ubatch(uint32_t wanted) const;
+    uint32_t n_stage_nodes(uint32_t n_tokens) const;
+    // Stages need kernels that pass over negative ids: those of the CPU.
+    bool     can_stage() const { return !has_device_slots; }
 
     lh::stream_layer & layer_at(int32_t layer_index);
     void               check_file(int32_t file) const { pool->check_file(file); }
 
     const std::string             path_model; // canonical
-    const uint32_t                n_ubatch_max;
+    const uint32_t                n_ubatch_staged;
+    const uint32_t                n_ubatch_unstaged;
     std::vector<lh::stream_layer> layers;
     lh_counters                   counters[LH_N_PHASES] = {};
     int32_t                       phase                 = LH_N_PHASES;
     std::atomic<bool>             has_failed            = { false };
 
-    int64_t slot_bytes     = 0;
-    int64_t repacked_bytes = 0;
-    bool    is_loaded      = false;
+    int64_t slot_bytes       = 0;
+    int64_t repacked_bytes   = 0;
+    bool    has_device_slots = false;
+    bool    is_loaded        = false;
 
   private:
     void reset_tables();
     void collect(lh::stream_layer & layer, const ggml_tensor * ids);
+    void request_plan(lh::stream_layer & layer, int32_t n_stages);
+    void sync_layer(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids);
+    void sync_stage(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
+    void plan_stages(lh::stream_layer & layer, const ggml_tensor * ids);
+    void check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
+    void find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const;
+    void submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
+    void submit_ahead(lh::stream_layer & layer);
+    void complete(lh::stream_layer & layer);
+    void stamp(lh::stream_layer & layer);
     void add_chunks(const lh::expert_tensor & tensor, const lh_load & load, std::vector<lh::read_chunk> & chunks) const;
 
     lh_read_pool * pool;
-    lh_miss_fn     on_miss;
+    lh_plan_fn     on_plan;
+    lh_complete_fn on_complete;
     lh_reset_fn    on_reset;
+    lh_failure_fn  on_failure;
     void *         user_data;
 
-    std::mutex ubatch_mutex; // contexts of one model compute one after the other: they share the slots
+    std::mutex ubatch_mutex;        // contexts of one model compute one after the other: they share the slots
     int64_t    clock           = 0;
-    int64_t    n_ubatches      = 0;
+    int64_t    n_collected     = 0; // stamp of seen
     int64_t    ubatch_start_us = 0;
 };
 
 namespace lh {
 
 std::string canonical_path(const std::string & path);
+int64_t     now_us();
 
 } // namespace lh

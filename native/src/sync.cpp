@@ -1,0 +1,279 @@
+// The sync op: from expert ids to slot ids, in one go or stage by stage.
+
+#include <algorithm>
+#include <cstring>
+
+#include "ggml.h"
+#include "stream.h"
+
+namespace lh {
+
+static int32_t & id_at(const ggml_tensor * ids, int64_t i0, int64_t i1) {
+    return *reinterpret_cast<int32_t *>(static_cast<char *>(ids->data) + i1 * ids->nb[1] + i0 * ids->nb[0]);
+}
+
+static error layer_error(const stream_layer & layer, const std::string & what) {
+    return error(LH_STATUS_INTERNAL, "layer " + std::to_string(layer.layer) + ": " + what);
+}
+
+} // namespace lh
+
+// Fills needed with the distinct ids in order of appearance, n_rows with how many rows each has, and missing with those that
+// no slot holds.
+void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
+    n_collected++;
+    layer.needed.clear();
+    layer.n_rows.clear();
+    layer.missing.clear();
+    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
+        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
+            const int32_t expert = lh::id_at(ids, i0, i1);
+            if (expert < 0 || expert >= layer.n_expert()) {
+                throw lh::layer_error(layer, "the router chose expert " + std::to_string(expert));
+            }
+            if (layer.seen[expert] == n_collected) {
+                layer.n_rows[layer.seen_at[expert]]++;
+                continue;
+            }
+            layer.seen[expert]    = n_collected;
+            layer.seen_at[expert] = static_cast<int32_t>(layer.needed.size());
+            layer.needed.push_back(expert);
+            layer.n_rows.push_back(1);
+            if (layer.slot_of[expert] < 0) {
+                layer.missing.push_back(expert);
+            }
+        }
+    }
+    counters[phase].n_hits += static_cast<int64_t>(layer.needed.size() - layer.missing.size());
+    counters[phase].n_misses += static_cast<int64_t>(layer.missing.size());
+}
+
+void lh_stream::request_plan(lh::stream_layer & layer, int32_t n_stages) {
+    const lh_request request = {
+        layer.index,
+        n_stages,
+        static_cast<int32_t>(layer.needed.size()),
+        static_cast<int32_t>(layer.missing.size()),
+        layer.needed.data(),
+        layer.n_rows.data(),
+        layer.missing.data(),
+    };
+    const lh_status status = on_plan(user_data, &request);
+    if (status != LH_STATUS_OK) {
+        throw lh::error(status, "layer " + std::to_string(layer.layer) + ": no plan");
+    }
+}
+
+void lh_stream::stamp(lh::stream_layer & layer) {
+    for (int32_t expert : layer.needed) {
+        const int32_t slot = layer.slot_of[expert];
+        if (slot >= 0) {
+            layer.last_use[slot] = ++clock;
+        }
+    }
+}
+
+void lh_stream::sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) {
+    if (point.tensor < 0) {
+        sync_layer(*point.layer, dst, ids);
+    } else {
+        sync_stage(point, dst, ids);
+    }
+}
+
+void lh_stream::sync_layer(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids) {
+    collect(layer, ids);
+    if (!layer.missing.empty()) {
+        const int64_t start_us = lh::now_us();
+        request_plan(layer, 1);
+        counters[phase].wait_us += lh::now_us() - start_us;
+    }
+    for (int32_t expert : layer.needed) {
+        const int32_t slot = layer.slot_of[expert];
+        if (slot < 0 || slot >= layer.n_slots() || layer.expert_of[slot] != expert) {
+            throw lh::layer_error(layer, "expert " + std::to_string(expert) + " is in no slot");
+        }
+    }
+    stamp(layer);
+    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
+        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
+            lh::id_at(dst, i0, i1) = layer.slot_of[lh::id_at(ids, i0, i1)];
+        }
+    }
+}
+
+void lh_stream::sync_stage(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) {
+    lh::stream_layer & layer    = *point.layer;
+    lh::stage_plan &   plan     = layer.plan;
+    const int64_t      start_us = lh::now_us();
+    if (!plan.is_active) {
+        plan_stages(layer, ids);
+    }
+    const int32_t tensor = point.tensor;
+    if (point.stage != plan.n_synced_of[tensor] || point.stage >= plan.n_stages) {
+        throw lh::layer_error(layer, "stage " + std::to_string(point.stage) + " is out of turn");
+    }
+    if (point.stage == 0) { // remember the order of the tensors, which is that of the reads
+        const auto it = std::find(layer.order.begin(), layer.order.end(), tensor);
+        std::rotate(layer.order.begin() + plan.n_tensors_begun, it, it + 1);
+        plan.n_tensors_begun++;
+    }
+    if (!plan.reads[tensor][point.stage].is_submitted) {
+        submit_stage(layer, tensor, point.stage);
+    }
+    const int64_t read_start_us = lh::now_us();
+    pool->wait(plan.reads[tensor][point.stage].batch);
+    const int64_t read_end_us = lh::now_us();
+    plan.n_synced_of[tensor]  = point.stage + 1;
+    submit_ahead(layer);
+
+    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
+        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
+            const lh::placement & place = plan.places[lh::id_at(ids, i0, i1)];
+            lh::id_at(dst, i0, i1)      = place.stage == point.stage ? place.slot : -1;
+        }
+    }
+    if (++plan.n_synced == plan.n_stages * static_cast<int32_t>(layer.order.size())) {
+        complete(layer);
+    }
+    counters[phase].read_us += read_end_us - read_start_us;
+    counters[phase].wait_us += lh::now_us() - start_us;
+}
+
+void lh_stream::plan_stages(lh::stream_layer & layer, const ggml_tensor * ids) {
+    lh::stage_plan & plan = layer.plan;
+    collect(layer, ids);
+    plan.n_stages = layer.n_stages_for(ids->ne[0] * ids->ne[1]);
+    layer.order.clear();
+    for (size_t i = 0; i < layer.tensors.size(); i++) {
+        if (layer.tensors[i].slots) {
+            layer.order.push_back(static_cast<int32_t>(i));
+        }
+    }
+    if (!layer.missing.empty()) {
+        request_plan(layer, plan.n_stages);
+    } else { // all resident: everything in the first stage
+        std::vector<lh_place> places;
+        for (int32_t expert : layer.needed) {
+            places.push_back({ 0, expert, layer.slot_of[expert], false });
+        }
+        set_stages(layer.index, places.data(), static_cast<int32_t>(places.size()));
+    }
+    if (!plan.is_active) {
+        throw lh::layer_error(layer, "no stages were set");
+    }
+    submit_ahead(layer);
+}
+
+// A wrong place would be a wrong token, so a plan is believed only as far as it can be checked.
+void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const {
+    std::vector<bool> is_placed(layer.n_expert(), false);
+    for (int32_t i = 0; i < n_places; i++) {
+        const lh_place & place = places[i];
+        if (place.expert < 0 || place.expert >= layer.n_expert() || place.slot < 0 || place.slot >= layer.n_slots() ||
+            place.stage < 0 || place.stage >= layer.plan.n_stages) {
+            throw lh::layer_error(layer, "a place is out of range");
+        }
+        if (layer.seen[place.expert] != n_collected || is_placed[place.expert]) {
+            throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is placed twice, or not needed");
+        }
+        is_placed[place.expert] = true;
+    }
+    if (n_places != static_cast<int32_t>(layer.needed.size())) {
+        throw lh::layer_error(layer, "not every needed expert has a place");
+    }
+}
+
+// Sets which stages can be read while the one before is computed; throws when a slot would be overwritten before its use.
+void lh_stream::find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const {
+    std::sort(places.begin(), places.end(), [](const lh_place & a, const lh_place & b) {
+        return a.slot != b.slot ? a.slot < b.slot : a.stage < b.stage;
+    });
+    layer.plan.is_early.assign(layer.plan.n_stages, true);
+    for (size_t i = 1; i < places.size(); i++) {
+        const lh_place & before = places[i - 1];
+        const lh_place & place  = places[i];
+        if (before.slot != place.slot) {
+            continue;
+        }
+        if (before.stage == place.stage || !place.is_load) {
+            throw lh::layer_error(layer, "slot " + std::to_string(place.slot) + " is used twice in a stage, or lost");
+        }
+        if (before.stage == place.stage - 1) {
+            layer.plan.is_early[place.stage] = false;
+        }
+    }
+}
+
+void lh_stream::set_stages(int32_t layer_index, const lh_place * places, int32_t n_places) {
+    lh::stream_layer & layer = layer_at(layer_index);
+    lh::stage_plan &   plan  = layer.plan;
+    if (phase == LH_N_PHASES || plan.is_active) {
+        throw lh::error(LH_STATUS_STATE, "stages are set once, when a plan is asked for");
+    }
+    check_places(layer, places, n_places);
+    find_early_stages(layer, std::vector<lh_place>(places, places + n_places));
+
+    plan.places.assign(layer.n_expert(), {});
+    plan.loads.clear();
+    plan.load_first.assign(plan.n_stages + 1, 0);
+    for (int32_t i = 0; i < n_places; i++) {
+        plan.places[places[i].expert] = { places[i].stage, places[i].slot };
+        if (places[i].is_load) {
+            plan.loads.push_back(places[i]);
+            plan.load_first[places[i].stage + 1]++;
+        }
+    }
+    std::stable_sort(plan.loads.begin(), plan.loads.end(),
+                     [](const lh_place & a, const lh_place & b) { return a.stage < b.stage; });
+    for (int32_t stage = 0; stage < plan.n_stages; stage++) {
+        plan.load_first[stage + 1] += plan.load_first[stage];
+    }
+    plan.n_synced        = 0;
+    plan.n_tensors_begun = 0;
+    plan.n_synced_of.assign(layer.tensors.size(), 0);
+    plan.reads.clear();
+    plan.reads.resize(layer.tensors.size());
+    for (auto & reads : plan.reads) {
+        reads.resize(plan.n_stages);
+    }
+    plan.is_active = true;
+}
+
+void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage) {
+    lh::stage_plan &            plan = layer.plan;
+    std::vector<lh::read_chunk> chunks;
+    for (size_t i = plan.load_first[stage]; i < plan.load_first[stage + 1]; i++) {
+        add_chunks(layer.tensors[tensor], { plan.loads[i].expert, plan.loads[i].slot }, chunks);
+        counters[phase].read_bytes += layer.tensors[tensor].slice_bytes;
+    }
+    lh::stage_reads & reads = plan.reads[tensor][stage];
+    reads.is_submitted      = true;
+    pool->submit(std::move(chunks), reads.batch);
+}
+
+// Submits whatever can be read now, in the order of use: stage s+1 of a tensor once s has been synced, since s-1 has then been
+// computed; the first stages of a tensor at any time, but after all of the tensor before it.
+void lh_stream::submit_ahead(lh::stream_layer & layer) {
+    lh::stage_plan & plan = layer.plan;
+    for (int32_t tensor : layer.order) {
+        const int32_t last = std::min(std::max(plan.n_synced_of[tensor], 1), plan.n_stages - 1);
+        for (int32_t stage = 0; stage <= last; stage++) {
+            if (!plan.reads[tensor][stage].is_submitted) {
+                if (stage > 0 && !plan.is_early[stage]) {
+                    return;
+                }
+                submit_stage(layer, tensor, stage);
+            }
+        }
+        if (last < plan.n_stages - 1) {
+            return;
+        }
+    }
+}
+
+void lh_stream::complete(lh::stream_layer & layer) {
+    layer.plan.is_active = false;
+    on_complete(user_data, layer.index);
+    stamp(layer);
+}

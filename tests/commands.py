@@ -1,0 +1,164 @@
+"""Runs longhaul's commands as a shell would."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+TIMEOUT_S = 60
+OURS = "longhaul: "  # begins each of our lines on stderr
+_MODULES = {"longhaul-cli": "longhaul.cli", "longhaul": "longhaul.main"}
+_TURN = re.compile(r"(?:^|\n)> (.*?)\n\n\[ Prompt: ", re.DOTALL)
+
+
+def command(program: str, *args: str | Path) -> list[str]:
+    """Return the command line of longhaul-cli, or of longhaul."""
+    code = f"import sys; sys.argv[0] = {program!r}; import {_MODULES[program]} as m; m.main()"
+    return [sys.executable, "-c", code, *map(str, args)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return an environment without options of ours or of llama.cpp."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "LONGHAUL_LIB_DIR" or not name.startswith(("LONGHAUL_", "LLAMA_"))
+    }
+    return kept | {"OMP_WAIT_POLICY": "passive"} | more
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Our lines on stderr, without their beginning."""
+        lines = self.err.splitlines()
+        return [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
+
+    def line(self, first: str) -> str:
+        """Return the first of our lines that begins with a word; raises if there is none."""
+        return next(line for line in self.lines if line.split()[0] == first)
+
+    @property
+    def n_ubatch(self) -> int:
+        """The effective ubatch."""
+        return int(self.line("ubatch").split()[1])
+
+    @property
+    def turns(self) -> list[str]:
+        """What each turn of a chat printed, the echo of `-p` included."""
+        return _TURN.findall(self.out)
+
+    def counted(self, first: str) -> int:
+        """Return the number after the first word of a line: tokens of a phase, or of all."""
+        return int(self.line(first).split()[1])
+
+
+def run(
+    program: str, *args: str | Path, stdin: str = "", env: dict[str, str] | None = None
+) -> Result:
+    """Run a command to its end, with no terminal."""
+    done = subprocess.run(
+        command(program, *args),
+        input=stdin,
+        env=env or environment(),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_S,
+        check=False,
+        start_new_session=True,  # llama.cpp would write to the terminal, if there were one
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+class Running:
+    """A command that one talks to while it runs; killed at the end of its `with`."""
+
+    def __init__(self, program: str, *args: str | Path) -> None:
+        self._process = subprocess.Popen(
+            command(program, *args),
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._out, self._err = "", ""
+        self._news = threading.Condition()
+        self._readers = [threading.Thread(target=read) for read in (self._read_out, self._read_err)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read_out(self) -> None:
+        assert self._process.stdout is not None
+        while character := self._process.stdout.read(1):
+            with self._news:
+                self._out += character
+                self._news.notify()
+
+    def _read_err(self) -> None:
+        assert self._process.stderr is not None
+        while line := self._process.stderr.readline():
+            with self._news:
+                self._err += line
+                self._news.notify()
+
+    def say(self, line: str) -> None:
+        """Write a line to its stdin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def wait_for(self, pattern: str, *, err: bool = False) -> None:
+        """Wait until stdout (or stderr) has a match; raises TimeoutError."""
+
+        def has_match() -> bool:
+            return re.search(pattern, self._err if err else self._out) is not None
+
+        with self._news:
+            if not self._news.wait_for(has_match, TIMEOUT_S):
+                raise TimeoutError(f"no {pattern!r} in {self._out!r}; stderr: {self._err}")
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self._process.send_signal(signal.SIGINT)
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> Result:
+        """Close its stdin and wait for its end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        code = self._process.wait(timeout_s)
+        for reader in self._readers:
+            reader.join()
+        return Result(code, self._out, self._err)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        for reader in self._readers:
+            reader.join()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()

@@ -1,0 +1,168 @@
+"""Plans in stages: what must hold for every layer, whatever is resident and needed."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_planner import check_consistent, state
+
+from longhaul.planner import Plan, StagedPlan, kept_slots, plan_stages, stage_count
+from longhaul.policy import POLICIES
+from longhaul.residency import Residency
+
+every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+@dataclass(frozen=True)
+class Case:
+    n_expert: int
+    n_slots: int
+    resident: dict[int, int]  # slot by expert
+    last_use: list[int]
+    needed: list[int]
+    n_rows: list[int]
+
+    @property
+    def missing(self) -> list[int]:
+        return [expert for expert in self.needed if expert not in self.resident]
+
+    def residency(self, policy: str = "lru") -> Residency:
+        slot_of, expert_of = [-1] * self.n_expert, [-1] * self.n_slots
+        made = Residency(slot_of, expert_of, self.last_use, POLICIES[policy])
+        made.apply(Plan(loads=tuple(self.resident.items()), victims=()))
+        return made
+
+    def plan(self, residency: Residency) -> StagedPlan:
+        return plan_stages(residency, self.needed, self.n_rows, self.missing)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    n_expert = draw(st.integers(1, 40))
+    n_slots = draw(st.integers(1, n_expert))
+    experts = draw(st.permutations(range(n_expert)))
+    slots = draw(st.permutations(range(n_slots)))
+    n_resident = draw(st.integers(0, n_slots))
+    last_use = draw(st.lists(st.integers(0, 99), min_size=n_slots, max_size=n_slots))
+    needed = draw(st.permutations(range(n_expert)))[: draw(st.integers(1, n_expert))]
+    n_rows = draw(st.lists(st.integers(1, 9), min_size=len(needed), max_size=len(needed)))
+    resident = dict(zip(experts[:n_resident], slots, strict=False))
+    return Case(n_expert, n_slots, resident, last_use, needed, n_rows)
+
+
+@given(cases())
+def test_every_needed_expert_is_in_exactly_one_stage(case: Case) -> None:
+    places = case.plan(case.residency()).places
+    assert sorted(place.expert for place in places) == sorted(case.needed)
+
+
+@given(cases())
+def test_missing_experts_are_loaded_once_and_resident_ones_not_at_all(case: Case) -> None:
+    places = case.plan(case.residency()).places
+    assert sorted(place.expert for place in places if place.is_load) == sorted(case.missing)
+    for place in places:
+        if not place.is_load:
+            assert place.slot == case.resident[place.expert]
+            assert place.stage == 0
+
+
+@given(cases())
+def test_a_slot_serves_one_expert_a_stage_and_its_own_first(case: Case) -> None:
+    places = sorted(case.plan(case.residency()).places, key=lambda p: (p.slot, p.stage))
+    assert all(0 <= place.slot < case.n_slots for place in places)
+    for before, place in itertools.pairwise(places):
+        if before.slot == place.slot:
+            assert before.stage < place.stage
+            assert place.is_load
+
+
+@given(cases())
+def test_stages_are_as_many_as_the_graph_has(case: Case) -> None:
+    places = case.plan(case.residency()).places
+    used = {place.stage for place in places}
+    assert used == set(range(len(used)))
+    if len(case.needed) > case.n_slots:
+        assert len(used) <= stage_count(len(case.needed), case.n_slots)
+
+
+@given(cases())
+def test_few_experts_fit_the_stages_of_a_graph_made_for_more(case: Case) -> None:
+    """A graph is made for what a ubatch could select; what it does select may be less."""
+    if case.n_slots < case.n_expert:
+        used = {place.stage for place in case.plan(case.residency()).places}
+        n_selected = max(len(case.needed), case.n_slots + 1)
+        assert len(used) <= stage_count(n_selected, case.n_slots)
+
+
+@given(cases())
+def test_consecutive_loading_stages_use_different_slots_where_there_are_two(case: Case) -> None:
+    places = case.plan(case.residency()).places
+    loaded: dict[int, set[int]] = {}
+    for place in places:
+        if place.is_load:
+            loaded.setdefault(place.stage, set()).add(place.slot)
+    n_turning = case.n_slots - min(kept_slots(case.n_slots), case.n_slots - 1)
+    for stage, slots in loaded.items():
+        if n_turning > 1:
+            assert not slots & loaded.get(stage + 1, set())
+
+
+@every_policy
+@given(cases())
+def test_planning_changes_nothing(policy: str, case: Case) -> None:
+    residency = case.residency(policy)
+    before = state(residency)
+    first = case.plan(residency)
+    assert state(residency) == before
+    assert case.plan(residency) == first
+
+
+@every_policy
+@given(cases())
+def test_what_is_entered_in_the_end_is_what_the_slots_hold(policy: str, case: Case) -> None:
+    residency = case.residency(policy)
+    step = case.plan(residency)
+    residency.evict(step)
+    check_consistent(residency)  # also the state after a failed read
+    residency.apply(step)
+    check_consistent(residency)
+    content = {slot: expert for expert, slot in case.resident.items()}
+    for place in sorted(step.places):
+        content[place.slot] = place.expert
+    assert {s: e for s, e in enumerate(residency.expert_of) if e >= 0} == content
+
+
+@given(cases())
+def test_slots_that_nothing_needs_are_overwritten_first(case: Case) -> None:
+    places = case.plan(case.residency()).places
+    overwritten = {place.slot for place in places if place.is_load}
+    needed = {case.resident[e] for e in case.needed if e in case.resident}
+    idle = set(range(case.n_slots)) - needed
+    if overwritten & needed:
+        assert idle <= overwritten
+
+
+def test_the_most_used_experts_are_resident_in_the_end() -> None:
+    case = Case(
+        n_expert=12,
+        n_slots=4,
+        resident={0: 0, 1: 1, 2: 2, 3: 3},
+        last_use=[1, 2, 3, 4],
+        needed=list(range(12)),
+        n_rows=[9, 1, 1, 1, 5, 2, 8, 2, 2, 7, 2, 2],
+    )
+    residency = case.residency()
+    step = case.plan(residency)
+    residency.evict(step)
+    residency.apply(step)
+    assert sorted(residency.expert_of) == [0, 4, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("n_selected", "n_slots", "n_stages"),
+    [(8, 8, 1), (0, 1, 1), (9, 8, 5), (64, 16, 13), (64, 1, 65), (2, 1, 3), (64, 2, 65), (3, 2, 5)],
+)
+def test_stage_count(n_selected: int, n_slots: int, n_stages: int) -> None:
+    assert stage_count(n_selected, n_slots) == n_stages
