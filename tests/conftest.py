@@ -42,24 +42,37 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_moe(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
-@pytest.fixture(scope="session")
-def arch_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns, by architecture, a tiny model of llama.cpp's own with 16 experts, top-3."""
-    folder = tmp_path_factory.mktemp("archs")
+def require_arch_binary() -> Path:
+    """Return llama.cpp's test-llama-archs; skips where it is not built."""
     binary = Path(
         os.environ.get("LONGHAUL_TEST_ARCHS", CHECKOUT / "build/native/bin/test-llama-archs")
     )
     if not binary.exists():
         pytest.skip(f"{binary} is not built; `make test` builds it")
-    narrow = write_arch_models(folder / "narrow", binary, ARCHS)
-    made: dict[str, Path] = {}
+    return binary
 
-    def get(arch: str) -> Path:
-        if arch not in made:
-            made[arch] = widen(narrow[arch], folder / f"{arch}.gguf", 16, 3)
-        return made[arch]
+
+@pytest.fixture(scope="session")
+def every_narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """llama.cpp's own tiny MoE models by architecture: 2 experts, top-2."""
+    return write_arch_models(tmp_path_factory.mktemp("archs"), require_arch_binary())
+
+
+@pytest.fixture
+def widened(every_narrow: dict[str, Path], tmp_path: Path) -> Callable[[str, int, int], Path]:
+    """Returns a tiny model by architecture, n_expert and n_expert_used."""
+
+    def get(arch: str, n_expert: int, n_expert_used: int) -> Path:
+        out = tmp_path / f"{arch}-{n_expert}-{n_expert_used}.gguf"
+        return widen(every_narrow[arch], out, n_expert, n_expert_used)
 
     return get
+
+
+@pytest.fixture
+def arch_model(widened: Callable[[str, int, int], Path]) -> Callable[[str], Path]:
+    """Returns, by architecture, a tiny model of llama.cpp's own with 16 experts, top-3."""
+    return lambda arch: widened(arch, 16, 3)
 
 
 @pytest.fixture(scope="session")
