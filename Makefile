@@ -1,6 +1,8 @@
 # make demo   build what is missing and run the demo model with a cache smaller than its experts
 # make test   build what is missing and run every check
 # make build  the Python environment in .venv and the libraries in build/lib
+# make exact  compare every architecture with its resident run in more shapes than make test does
+# make unpatched  a plain llama.cpp in build/unpatched, for bench/compare.py
 # make fix    format the sources and apply the linter's fixes
 # make clean  remove .venv and build
 #
@@ -16,7 +18,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 LONGHAUL_CACHE_DIR ?= build/downloads
-DEMO = $(VENV)/bin/longhaul-cli --longhaul-cache 0.05 -p "The capital of France is" -n 64
+DEMO = $(BIN)/longhaul-cli --longhaul-cache 0.4 --ctx-size 4096 --temp 0 --single-turn \
+    -p "Explain in three short sentences why the sky is blue." -n 96
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +27,7 @@ NATIVE := build/native
 SDIST := $(LONGHAUL_CACHE_DIR)/llama_cpp_python-0.3.36.tar.gz
 NATIVE_SOURCES := $(wildcard native/src/*.cpp native/src/*.h native/include/*.h)
 
-.PHONY: demo test build fix clean check configure
+.PHONY: demo test exact unpatched build fix clean check configure
 
 demo: build
 	$(DEMO)
@@ -36,6 +39,21 @@ test: build
 	$(BIN)/mypy longhaul
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES))
 	$(BIN)/pytest -ra
+
+exact: build
+	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
+	LONGHAUL_EXACT=full $(BIN)/pytest -ra tests/test_sweep.py tests/test_exact.py
+
+UNPATCHED := build/unpatched
+
+unpatched: build
+	mkdir -p $(UNPATCHED)/no-patches
+	$(BIN)/python native/get_source.py source --cache $(LONGHAUL_CACHE_DIR) \
+	    --patches $(UNPATCHED)/no-patches --into $(UNPATCHED)/llama.cpp
+	cmake -S $(UNPATCHED)/llama.cpp -B $(UNPATCHED)/build -DCMAKE_BUILD_TYPE=Release \
+	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF \
+	    -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build $(UNPATCHED)/build --parallel $(JOBS) --target llama
 
 build: configure
 	@cmake --build $(NATIVE) --parallel $(JOBS)

@@ -19,7 +19,7 @@ def lib_dir() -> Path:
     chosen = os.environ.get("LONGHAUL_LIB_DIR")
     candidates = [Path(chosen)] if chosen else [_PACKAGE / "lib", _CHECKOUT / "build" / "lib"]
     for candidate in candidates:
-        if (candidate / f"liblonghaul{_SUFFIX}").exists():
+        if any((candidate / f"lib{name}{_SUFFIX}").exists() for name in ("longhaul", "llama")):
             return candidate
     raise PatchError(f"native libraries not found in {candidates[-1]}; {_HOW_TO_BUILD}")
 

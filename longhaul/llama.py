@@ -113,6 +113,7 @@ class Context:
         batch = llama_cpp.llama_batch_get_one((ctypes.c_int32 * 1)(0), 1)
         code = llama_cpp.llama_decode(self._context, batch)
         llama_cpp.llama_set_warmup(self._context, False)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         if code != 0:
             raise DecodeError(f"llama_decode returned {code} while warming up")
 

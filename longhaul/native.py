@@ -253,7 +253,8 @@ class Stream(_Handle):
             return OK
 
         signature = "lh_status(void *, const lh_request *)"
-        return _ffi().callback(signature, call, error=int(lib.LH_STATUS_CALLBACK))
+        failed = int(lib.LH_STATUS_CALLBACK)
+        return _ffi().callback(signature, call, error=failed, onerror=self._keep_outside)
 
     def _keep_failure(self, status: int) -> None:
         """Keep why a ubatch fails: what on_plan raised, or the native side's own reason."""
@@ -269,7 +270,11 @@ class Stream(_Handle):
             except BaseException as e:
                 self.error = e
 
-        return _ffi().callback(signature, call)
+        return _ffi().callback(signature, call, onerror=self._keep_outside)
+
+    def _keep_outside(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """Keep what was raised before a callback's own try: a Ctrl-C can come at any point."""
+        self.error = self.error or error
 
     def close(self) -> None:
         """Free the stream; raises NativeError while a loaded model uses it."""

@@ -14,14 +14,21 @@ def span(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
+def size_text(size_bytes: int) -> str:
+    """Write bytes as GiB, or as MiB where that would show no digits; never more than there is."""
+    if size_bytes < 0.1 * GIB:
+        return f"{size_bytes * 10 // MIB / 10:.1f} MiB"
+    return f"{gib_down(size_bytes)} GiB"
+
+
 def model_line(model: MoeModel) -> str:
     """Describe the model: layers with experts, experts and how many a token uses, sizes."""
     n_expert = span([layer.n_expert for layer in model.layers])
     n_used = span([layer.n_expert_used for layer in model.layers])
     return (
         f"model   {model.name or model.path.name} ({model.arch}), {len(model.layers)} layers of"
-        f" {n_expert} experts, top-{n_used}, experts {model.expert_bytes / GIB:.2f} GiB,"
-        f" rest {model.dense_bytes / GIB:.2f} GiB"
+        f" {n_expert} experts, top-{n_used}, experts {size_text(model.expert_bytes)},"
+        f" rest {size_text(model.dense_bytes)}"
     )
 
 
@@ -32,7 +39,7 @@ def budget_lines(
     bytes_used = slots_bytes(model.layers, n_slots)
     share = bytes_used / model.expert_bytes
     lines = [
-        f"cache   {gib_down(budget_bytes)} GiB{' (auto)' if automatic else ''}:"
+        f"cache   {size_text(budget_bytes)}{' (auto)' if automatic else ''}:"
         f" {span(n_slots)} slots per layer, {bytes_used / MIB:.1f} MiB, {share:.1%} of the experts"
     ]
     if bytes_used < model.token_cycle_bytes:

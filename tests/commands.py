@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from longhaul.index import read_index
+
 TIMEOUT_S = 60
 OURS = "longhaul: "  # begins each of our lines on stderr
+PROMPT = "Write about the sea"
+SMALL = ("--longhaul-cache", "1MiB")  # 4 to 5 of the chat model's 8 slots
+CHAT = ("-n", "12", "--temp", "0", "--seed", "1", "--ignore-eos", "--simple-io")
 _MODULES = {"longhaul-cli": "longhaul.cli", "longhaul": "longhaul.main"}
 _TURN = re.compile(r"(?:^|\n)> (.*?)\n\n\[ Prompt: ", re.DOTALL)
 
@@ -53,7 +58,7 @@ class Result:
     @property
     def n_ubatch(self) -> int:
         """The effective ubatch."""
-        return int(self.line("ubatch").split()[1])
+        return int(re.findall(r"[0-9]+", self.line("ubatch"))[0])
 
     @property
     def turns(self) -> list[str]:
@@ -81,6 +86,21 @@ def run(
         start_new_session=True,  # llama.cpp would write to the terminal, if there were one
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def resident(program: str, *args: str | Path, n_ubatch: int, stdin: str = "") -> Result:
+    """Run without streaming at the ubatch that streaming took."""
+    first = (args[0],) if program == "longhaul" else ()
+    rest = args[len(first) :]
+    result = run(program, *first, "--no-longhaul", *rest, "-ub", str(n_ubatch), stdin=stdin)
+    assert result.code == 0, result.err
+    assert result.lines == []
+    return result
+
+
+def first_expert_byte(path: Path) -> int:
+    """Return where the experts of a model of one file begin."""
+    return min(tensor.offset for layer in read_index(path).layers for tensor in layer.tensors)
 
 
 class Running:

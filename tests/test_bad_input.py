@@ -116,10 +116,9 @@ def test_a_model_option_without_a_file(libraries: Path) -> None:
 # --- the budget -----------------------------------------------------------------------------------
 
 
-@every_command
 @pytest.mark.parametrize("size", ["0", "-1", "abc", "nan", ""])
-def test_a_size_that_is_none(command: tuple[str, ...], size: str) -> None:
-    result = run(*command, "--longhaul-cache", size, "-p", "x")
+def test_a_size_that_is_none(size: str) -> None:
+    result = run(*CLI, "--longhaul-cache", size, "-p", "x")
     refused(result, 2, f"cache size {size!r}", "give auto")
 
 
@@ -157,28 +156,29 @@ def test_the_least_that_is_named_works_and_one_byte_less_than_it_does_not(
 # --- other options --------------------------------------------------------------------------------
 
 
-@every_command
 @pytest.mark.parametrize("number", ["0", "-1", "abc", "257", "1.5"])
-def test_a_number_of_read_threads_that_is_none(command: tuple[str, ...], number: str) -> None:
-    result = run(*command, "--longhaul-io-threads", number, "-p", "x")
+def test_a_number_of_read_threads_that_is_none(number: str) -> None:
+    result = run(*CLI, "--longhaul-io-threads", number, "-p", "x")
     refused(result, 2, "threads", number)
 
 
-@every_command
-def test_an_unknown_policy(command: tuple[str, ...]) -> None:
-    result = run(*command, "--longhaul-policy", "mru", "-p", "x")
+def test_an_unknown_policy() -> None:
+    result = run(*CLI, "--longhaul-policy", "mru", "-p", "x")
     refused(result, 2, "--longhaul-policy 'mru' is none of: ", "lru")
 
 
-@every_command
+def test_an_unknown_ubatch_mode() -> None:
+    result = run(*CLI, "--longhaul-ubatch", "maybe", "-p", "x")
+    refused(result, 2, "ubatch 'maybe' is none of: auto, keep, shrink")
+
+
 @pytest.mark.parametrize("word", ["--longhaul-cahce", "--longhaul-", "--longhaul-cache-size=2"])
-def test_an_option_of_ours_that_is_none(command: tuple[str, ...], word: str) -> None:
-    refused(run(*command, word, "2", "-p", "x"), 2, f"no option {word}")
+def test_an_option_of_ours_that_is_none(word: str) -> None:
+    refused(run(*CLI, word, "2", "-p", "x"), 2, f"no option {word}")
 
 
-@every_command
-def test_an_option_without_its_value(command: tuple[str, ...]) -> None:
-    refused(run(*command, "-p", "x", "--longhaul-cache"), 2, "--longhaul-cache")
+def test_an_option_without_its_value() -> None:
+    refused(run(*CLI, "-p", "x", "--longhaul-cache"), 2, "--longhaul-cache")
 
 
 @every_command

@@ -19,6 +19,7 @@ from longhaul.budget import (
     least_budget_bytes,
     plan_slots,
     slots_bytes,
+    token_slots,
     ubatch_limit,
 )
 from longhaul.config import parse_cache
@@ -68,21 +69,21 @@ def some_layers(draw: st.DrawFn) -> tuple[MoeLayer, ...]:
 def test_slots_never_pass_the_budget_nor_fall_below_the_least(
     layers: tuple[MoeLayer, ...], more_bytes: int
 ) -> None:
-    budget_bytes = least_budget_bytes(layers) + more_bytes
-    n_slots = plan_slots(layers, budget_bytes)
+    budget_bytes = least_budget_bytes(layers, token_slots) + more_bytes
+    n_slots = plan_slots(layers, budget_bytes, token_slots)
     assert slots_bytes(layers, n_slots) <= budget_bytes
     for one, count in zip(layers, n_slots, strict=True):
         assert one.n_expert_used <= count <= one.n_expert
-    assert plan_slots(layers, budget_bytes) == n_slots
+    assert plan_slots(layers, budget_bytes, token_slots) == n_slots
 
 
 @given(some_layers(), st.integers(0, 20_000), st.integers(0, 5_000))
 def test_more_budget_takes_no_slot_from_any_layer(
     layers: tuple[MoeLayer, ...], more_bytes: int, still_more_bytes: int
 ) -> None:
-    budget_bytes = least_budget_bytes(layers) + more_bytes
-    fewer = plan_slots(layers, budget_bytes)
-    more = plan_slots(layers, budget_bytes + still_more_bytes)
+    budget_bytes = least_budget_bytes(layers, token_slots) + more_bytes
+    fewer = plan_slots(layers, budget_bytes, token_slots)
+    more = plan_slots(layers, budget_bytes + still_more_bytes, token_slots)
     assert all(a <= b for a, b in zip(fewer, more, strict=True))
 
 
@@ -90,8 +91,8 @@ def test_more_budget_takes_no_slot_from_any_layer(
 def test_what_is_left_over_is_less_than_one_expert(
     layers: tuple[MoeLayer, ...], more_bytes: int
 ) -> None:
-    budget_bytes = least_budget_bytes(layers) + more_bytes
-    n_slots = plan_slots(layers, budget_bytes)
+    budget_bytes = least_budget_bytes(layers, token_slots) + more_bytes
+    n_slots = plan_slots(layers, budget_bytes, token_slots)
     left_bytes = budget_bytes - slots_bytes(layers, n_slots)
     if any(count < one.n_expert for one, count in zip(layers, n_slots, strict=True)):
         assert left_bytes < max(one.expert_bytes for one in layers)
@@ -109,7 +110,7 @@ def test_budget_of_the_whole_model_or_more_holds_every_expert(
 @given(some_layers(), st.integers(1, 10**6))
 def test_budget_below_the_least_is_refused(layers: tuple[MoeLayer, ...], less: int) -> None:
     with pytest.raises(BudgetError):
-        plan_slots(layers, least_budget_bytes(layers) - less)
+        plan_slots(layers, least_budget_bytes(layers, token_slots) - less, token_slots)
 
 
 @given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 8), st.integers(1, 10**8))
@@ -118,12 +119,12 @@ def test_the_least_that_a_refusal_prints_is_enough(
 ) -> None:
     layers = [layer(il, max(n_expert, used), used, expert_bytes) for il in range(n_layer)]
     with pytest.raises(BudgetError) as caught:
-        plan_slots(layers, 0)
+        plan_slots(layers, 0, token_slots)
     number = str(caught.value).split("give ")[1].split(" or more")[0]
     budget_bytes = parse_cache(number.replace(" ", ""))
     assert budget_bytes is not None
-    assert budget_bytes - least_budget_bytes(layers) <= GIB / 1000
-    assert all(count >= used for count in plan_slots(layers, budget_bytes))
+    assert budget_bytes - least_budget_bytes(layers, token_slots) <= GIB / 1000
+    assert all(count >= used for count in plan_slots(layers, budget_bytes, token_slots))
 
 
 def test_layers_of_one_size_differ_by_one_slot_at_most() -> None:
@@ -138,7 +139,7 @@ def test_layers_of_different_size_hold_the_same_fraction() -> None:
 
 def test_a_layer_that_needs_more_than_its_fraction_keeps_it() -> None:
     layers = [layer(0, 8, 8, 10), layer(1, 8, 1, 10)]
-    assert plan_slots(layers, 10 * 11) == (8, 3)
+    assert plan_slots(layers, 10 * 11, token_slots) == (8, 3)
 
 
 def test_the_least_slots_may_come_from_outside() -> None:
@@ -146,7 +147,7 @@ def test_the_least_slots_may_come_from_outside() -> None:
     assert least_budget_bytes(layers, lambda _: 1) == 20
     assert plan_slots(layers, 30, lambda _: 1) == (2, 1)
     with pytest.raises(BudgetError):
-        plan_slots(layers, 30)
+        plan_slots(layers, 30, token_slots)
 
 
 def test_a_dense_model_needs_no_slots() -> None:
@@ -166,7 +167,7 @@ def test_slots_of_another_number_of_layers_are_refused() -> None:
 def test_a_ubatch_never_selects_more_experts_than_there_are_slots(
     layers: tuple[MoeLayer, ...], more_bytes: int, n_ubatch: int
 ) -> None:
-    n_slots = plan_slots(layers, least_budget_bytes(layers) + more_bytes)
+    n_slots = plan_slots(layers, least_budget_bytes(layers, token_slots) + more_bytes, token_slots)
     n_tokens = effective_ubatch(layers, n_slots, n_ubatch)
     assert 1 <= n_tokens <= n_ubatch
     for one, count in zip(layers, n_slots, strict=True):
@@ -255,7 +256,7 @@ def test_too_little_memory_names_what_is_missing() -> None:
     moe = model(layer(0, 64, 8, 100 * MIB))
     limit = MemoryLimit(2 * GIB, GIB, "/sys/fs/cgroup/memory.max")
     with pytest.raises(BudgetError) as caught:
-        auto_budget(moe, limit, RUN)
+        auto_budget(moe, limit, replace(RUN, least=token_slots))
     message = str(caught.value)
     assert "\n" not in message
     needed = 800 * MIB + sum(
@@ -268,8 +269,17 @@ def test_too_little_memory_names_what_is_missing() -> None:
 
 def test_exactly_the_least_is_enough() -> None:
     moe = model(layer(0, 64, 8, 100 * MIB))
-    spare = auto_budget(moe, MemoryLimit(4 * GIB, 4 * GIB, "RAM"), RUN).left_bytes - 800 * MIB
-    plan = auto_budget(moe, MemoryLimit(4 * GIB, 4 * GIB - spare, "RAM"), RUN)
-    assert plan_slots(moe.layers, plan.budget_bytes) == (8,)
+    run = replace(RUN, least=token_slots)
+    spare = auto_budget(moe, MemoryLimit(4 * GIB, 4 * GIB, "RAM"), run).left_bytes - 800 * MIB
+    plan = auto_budget(moe, MemoryLimit(4 * GIB, 4 * GIB - spare, "RAM"), run)
+    assert plan_slots(moe.layers, plan.budget_bytes, token_slots) == (8,)
     with pytest.raises(BudgetError):
-        auto_budget(moe, MemoryLimit(4 * GIB, 4 * GIB - spare - 1, "RAM"), RUN)
+        auto_budget(moe, MemoryLimit(4 * GIB, 4 * GIB - spare - 1, "RAM"), run)
+
+
+def test_one_slot_per_layer_is_the_least_with_stages() -> None:
+    layers = [layer(0, 64, 8, 10), layer(1, 32, 4, 7)]
+    assert least_budget_bytes(layers) == 17
+    assert plan_slots(layers, 17) == (1, 1)
+    with pytest.raises(BudgetError):
+        plan_slots(layers, 16)

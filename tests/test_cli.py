@@ -1,12 +1,22 @@
-"""The commands, run as a user runs them: same text as without streaming, and what is said of it."""
+"""longhaul-cli as a user runs it: same text as without streaming, and what is said of it."""
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
-from commands import OURS, Result, Running, environment, run
-from models import Type, split_gguf, truncate, write_tiny_moe
+from commands import (
+    CHAT,
+    OURS,
+    PROMPT,
+    SMALL,
+    Result,
+    Running,
+    environment,
+    first_expert_byte,
+    resident,
+    run,
+)
+from models import split_gguf, truncate
 
 from longhaul.budget import MIB
 from longhaul.config import parse_cache
@@ -15,22 +25,7 @@ from longhaul.index import read_index
 
 pytestmark = pytest.mark.usefixtures("libraries")
 
-SMALL = ("--longhaul-cache", "1MiB")  # 4 to 5 of the chat model's 8 slots
-PROMPT = "Write about the sea"
 ONE_ANSWER = ("-p", PROMPT, "-n", "24", "--single-turn", "--temp", "0", "--seed", "1")
-CHAT = ("-n", "12", "--temp", "0", "--seed", "1", "--ignore-eos", "--simple-io")
-# Tells that a word does not come from the text of a prompt: a tiny model says anything but that.
-WORDS = "the river of stone light water walk under over bright quiet morning bird tree".split()
-
-
-def resident(program: str, *args: str | Path, n_ubatch: int, stdin: str = "") -> Result:
-    """Run without streaming at the ubatch that streaming took."""
-    first = (args[0],) if program == "longhaul" else ()
-    rest = args[len(first) :]
-    result = run(program, *first, "--no-longhaul", *rest, "-ub", str(n_ubatch), stdin=stdin)
-    assert result.code == 0, result.err
-    assert result.lines == []
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +37,6 @@ def index(chat_model: Path) -> MoeModel:
 def streamed(chat_model: Path, libraries: Path) -> Result:
     """One answer of longhaul-cli with a cache smaller than the experts."""
     return run("longhaul-cli", "--model", chat_model, *SMALL, *ONE_ANSWER)
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(WORDS[i * i * 7 % 61 % len(WORDS)] for i in range(400)))
-    return path
 
 
 # --- one answer -----------------------------------------------------------------------------------
@@ -161,7 +149,7 @@ def test_the_least_budget_answers_the_same(chat_model: Path) -> None:
     assert result.turns == wanted.turns
 
 
-@pytest.mark.parametrize("n_slots", [2, 3])
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
 def test_a_cache_of_hardly_one_token_answers_the_same(
     chat_model: Path, index: MoeModel, n_slots: int
 ) -> None:
@@ -169,7 +157,18 @@ def test_a_cache_of_hardly_one_token_answers_the_same(
     result = run("longhaul-cli", "-m", chat_model, "--longhaul-cache", f"{size}B", *ONE_ANSWER)
     assert result.code == 0, result.err
     assert f" {n_slots} slots per layer" in result.line("cache")
+    assert any("below" in line for line in result.lines if "warning" in line) == (n_slots < 2)
     wanted = resident("longhaul-cli", "-m", chat_model, *ONE_ANSWER, n_ubatch=result.n_ubatch)
+    assert result.turns == wanted.turns
+
+
+def test_a_ubatch_is_shrunk_when_asked(chat_model: Path) -> None:
+    args = ("--model", chat_model, *SMALL, "--longhaul-ubatch", "shrink", *ONE_ANSWER)
+    result = run("longhaul-cli", *args)
+    assert result.code == 0, result.err
+    assert result.n_ubatch == 2
+    assert "instead of 512" in result.line("ubatch")
+    wanted = resident("longhaul-cli", "--model", chat_model, *ONE_ANSWER, n_ubatch=2)
     assert result.turns == wanted.turns
 
 
@@ -222,19 +221,14 @@ def test_a_conversation_is_the_resident_models(chat_model: Path) -> None:
 @pytest.mark.parametrize(
     "tool",
     [
-        pytest.param(
-            "cli",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="llama.cpp's server evaluates two tokens to see whether it can drop some",
-            ),
-        ),
+        "cli",
         "completion",
     ],
 )
 def test_the_end_of_stdin_ends_a_chat_that_has_read_no_expert(chat_model: Path, tool: str) -> None:
     program = ("longhaul-cli",) if tool == "cli" else ("longhaul", tool)
-    result = run(*program, "--model", chat_model, *SMALL, *CHAT, "-cnv")
+    chat = () if tool == "cli" else ("-cnv",)  # llama-cli does nothing but chat
+    result = run(*program, "--model", chat_model, *SMALL, *CHAT, *chat)
     assert (result.code, result.turns) == (0, [])
     assert [line.split()[0] for line in result.lines][-1] == "reads"  # nothing was evaluated
 
@@ -255,23 +249,7 @@ def test_ctrl_c_ends_an_answer_cleanly(chat_model: Path, cache: str) -> None:
     assert result.line("total").endswith(", 0 errors")
 
 
-def test_ctrl_c_ends_a_tool_that_does_not_listen_for_it(chat_model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "long.txt"
-    text.write_text(" ".join(WORDS) * 4000)
-    args = ("--model", chat_model, "--longhaul-cache", "2", "--file", text, "-c", "128")
-    with Running("longhaul", "perplexity", *args) as running:
-        running.wait_for(r"\[4\]")
-        running.interrupt()
-        result = running.end(20)
-    assert result.code == -signal.SIGINT
-    assert "Traceback" not in result.err
-
-
 # --- what goes wrong while it runs ----------------------------------------------------------------
-
-
-def first_expert_byte(path: Path) -> int:
-    return min(tensor.offset for layer in read_index(path).layers for tensor in layer.tensors)
 
 
 def test_a_failed_read_ends_the_answer_and_says_where(chat_model: Path, tmp_path: Path) -> None:
@@ -296,24 +274,6 @@ def test_a_failed_read_ends_the_answer_and_says_where(chat_model: Path, tmp_path
     assert second.startswith("Error: ")  # and no word before or after it
     assert second.count("\n") == 0
     assert result.line("total").endswith(" 1 errors")
-
-
-def test_a_failed_read_of_a_completion_makes_the_exit_code_1(
-    chat_model: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(chat_model.read_bytes())
-    # Conversation mode waits for a line, so the file can be cut before the first evaluation.
-    args = ("--model", path, *SMALL, "-n", "8", "--load-mode", "none", "--simple-io", "-cnv")
-    with Running("longhaul", "completion", *args) as running:
-        running.wait_for("sampler chain", err=True)
-        truncate(path, first_expert_byte(path))
-        running.say("Hello")
-        running.wait_for("error: ", err=True)
-        result = running.end()
-    assert result.code == 1
-    assert "offset" in result.line("error:")
-    assert "Traceback" not in result.err
 
 
 # --- llama.cpp's own options ----------------------------------------------------------------------
@@ -358,19 +318,6 @@ def test_help_shows_ours_and_help_llama_the_rest() -> None:
     assert "--longhaul" not in llamas.out
 
 
-@pytest.mark.parametrize("tool", ["completion", "perplexity", "quantize"])
-def test_help_llama_of_the_other_tools(tool: str) -> None:
-    result = run("longhaul", tool, "--help-llama")
-    assert result.code == (1 if tool == "quantize" else 0)
-    wanted = {
-        "completion": "--no-conversation",
-        "perplexity": "--kl-divergence",
-        "quantize": "--imatrix",
-    }
-    assert wanted[tool] in result.out + result.err
-    assert "Traceback" not in result.err
-
-
 @pytest.mark.parametrize("word", ["--version", "--list-devices", "--usage"])
 def test_what_needs_no_model_makes_none(word: str, tmp_path: Path) -> None:
     env = environment(LONGHAUL_DEMO_MODEL=str(tmp_path / "demo.gguf"))
@@ -379,80 +326,6 @@ def test_what_needs_no_model_makes_none(word: str, tmp_path: Path) -> None:
     assert result.out + result.err
     assert result.lines == []
     assert list(tmp_path.iterdir()) == []
-
-
-# --- the other tools ------------------------------------------------------------------------------
-
-
-def test_a_completion_is_the_resident_models(chat_model: Path) -> None:
-    args = ("--model", chat_model, "-p", PROMPT, "-n", "24", "--temp", "0", "-no-cnv")
-    result = run("longhaul", "completion", *SMALL, *args)
-    assert result.code == 0, result.err
-    assert result.out.startswith(PROMPT)
-    assert len(result.out) > len(PROMPT) + 40
-    assert result.counted("tokens") == 23
-    wanted = resident("longhaul", "completion", *args, n_ubatch=result.n_ubatch)
-    assert result.out == wanted.out
-    assert OURS not in result.out
-
-
-def perplexities(result: Result) -> str:
-    """Return all figures; the time beside them differs."""
-    return "".join(re.findall(r"\[[0-9]+\][0-9.]+,", result.out))
-
-
-@pytest.mark.parametrize("batch", ["64", "32"])  # a window at once, or in two batches
-def test_perplexity_is_the_resident_models(chat_model: Path, text_file: Path, batch: str) -> None:
-    args = ("--model", chat_model, "--file", text_file, "-c", "64", "-b", batch)
-    result = run("longhaul", "perplexity", *SMALL, *args)
-    assert result.code == 0, result.err
-    figures = perplexities(result)
-    assert figures.count("[") >= 6
-    wanted = resident("longhaul", "perplexity", *args, n_ubatch=result.n_ubatch)
-    assert figures == perplexities(wanted)
-    assert result.line("total").endswith(", 0 errors")
-    peak, planned = re.findall(r"[0-9]+", result.lines[-1])
-    assert int(peak) <= int(planned) + 64
-
-
-def test_perplexity_of_more_windows_at_once_than_a_ubatch_has_tokens(
-    chat_model: Path, text_file: Path
-) -> None:
-    args = ("--model", chat_model, "--file", text_file, "-c", "32", "-b", "256")  # 8 windows
-    result = run("longhaul", "perplexity", *SMALL, *args)
-    assert result.code == 0, result.err
-    wanted = resident("longhaul", "perplexity", *args, n_ubatch=result.n_ubatch)
-    assert perplexities(result) == perplexities(wanted)
-
-
-def test_perplexity_stays_within_its_plan(chat_model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "long.txt"
-    text.write_text(" ".join(WORDS * 300))
-    args = ("--model", chat_model, "--longhaul-cache", "2", "--file", text, "--chunks", "4")
-    result = run("longhaul", "perplexity", *args)
-    assert result.code == 0, result.err
-    peak, planned = re.findall(r"[0-9]+", result.lines[-1])
-    assert int(peak) <= int(planned) + 64
-
-
-def test_quantize_writes_a_model_that_can_stream(tmp_path: Path) -> None:
-    types = {"*": Type.F16}
-    source = write_tiny_moe(tmp_path / "f16.gguf", types=types)
-    target = tmp_path / "q4_0.gguf"
-    result = run("longhaul", "quantize", source, target, "Q4_0")
-    assert result.code == 0, result.err
-    assert result.lines == []
-    before, after = read_index(source), read_index(target)
-    assert {tensor.type_name for tensor in before.layers[0].tensors} == {"F16"}
-    assert {tensor.type_name for tensor in after.layers[0].tensors} == {"Q4_0"}
-    assert [layer.n_expert for layer in after.layers] == [8, 8, 8]
-    assert after.expert_bytes == before.expert_bytes * 18 // 64
-
-
-def test_quantize_fails_as_llama_cpp_does(tmp_path: Path) -> None:
-    result = run("longhaul", "quantize", tmp_path / "none.gguf", tmp_path / "q.gguf", "Q4_0")
-    assert result.code == 1
-    assert "Traceback" not in result.err
 
 
 def test_sizes_in_the_tests_are_what_they_claim(index: MoeModel) -> None:

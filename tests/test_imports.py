@@ -36,7 +36,7 @@ OURS: dict[str, set[str]] = {
     "budget": VALUES,
     "arguments": VALUES | {"budget"},
     "report": VALUES | {"budget"},
-    "launch": VALUES | {"budget", "arguments", "report"},
+    "launch": VALUES | {"planner", "budget", "arguments", "report"},
     # 2, boundary: never pure policy, never each other
     "gguf_header": VALUES,
     "index": VALUES | {"gguf_header"},

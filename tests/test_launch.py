@@ -92,9 +92,11 @@ def test_the_warning_comes_with_the_first_byte_too_much(free: SetLimit) -> None:
 
 
 def test_a_size_below_the_least_is_refused_with_the_least(free: SetLimit) -> None:
-    with pytest.raises(BudgetError, match=r"give 0\.008 GiB or more"):
-        plan_run(MODEL, SIZES, Config(cache_bytes=8 * MIB - 1))
-    assert plan_run(MODEL, SIZES, Config(cache_bytes=8 * MIB)).n_slots == (4, 4)
+    for ubatch, n_slots in (("auto", 1), ("keep", 1), ("shrink", 4)):
+        least = Config(cache_bytes=2 * n_slots * MIB, ubatch=ubatch)
+        assert plan_run(MODEL, SIZES, least).n_slots == (n_slots, n_slots)
+        with pytest.raises(BudgetError, match=rf"give 0\.00{2 * n_slots} GiB or more"):
+            plan_run(MODEL, SIZES, replace(least, cache_bytes=2 * n_slots * MIB - 1))
 
 
 def test_more_than_the_model_is_the_whole_model(free: SetLimit) -> None:
@@ -124,12 +126,15 @@ def plan_left_mib(config: Config) -> int:
     return plan_run(MODEL, SIZES, config).memory.left_bytes // MIB
 
 
-def test_auto_is_refused_where_the_least_does_not_fit(free: SetLimit) -> None:
+@pytest.mark.parametrize(("ubatch", "least"), [("auto", "0.002"), ("shrink", "0.008")])
+def test_auto_is_refused_where_the_least_does_not_fit(
+    free: SetLimit, ubatch: str, least: str
+) -> None:
     free(300)
     with pytest.raises(BudgetError) as caught:
-        plan_run(MODEL, SIZES, Config())
+        plan_run(MODEL, SIZES, Config(ubatch=ubatch))
     message = str(caught.value)
-    assert "experts need at least 0.008" in message
+    assert f"experts need at least {least}" in message
     assert "(the test)" in message
     assert "\n" not in message
 
@@ -153,14 +158,37 @@ def test_a_size_needs_no_kernel(free: SetLimit) -> None:
 
 
 @pytest.mark.parametrize(("cache_mib", "n_ubatch"), [(8, 1), (15, 1), (16, 2), (31, 3), (32, 512)])
-def test_the_ubatch_is_what_the_slots_can_serve(
+def test_a_ubatch_is_shrunk_to_what_the_slots_can_serve_when_asked(
     free: SetLimit, cache_mib: int, n_ubatch: int
 ) -> None:
-    plan = plan_run(MODEL, SIZES, Config(cache_bytes=cache_mib * MIB))
-    assert (plan.n_ubatch, plan.n_ubatch_asked) == (n_ubatch, 512)
+    plan = plan_run(MODEL, SIZES, Config(cache_bytes=cache_mib * MIB, ubatch="shrink"))
+    assert (plan.n_ubatch, plan.n_ubatch_asked, plan.n_stages) == (n_ubatch, 512, 1)
     (line,) = [line for line in plan.lines() if line.startswith("ubatch")]
     assert line.startswith(f"ubatch  {n_ubatch}")
     assert ("instead of 512" in line) == (n_ubatch != 512)
+
+
+@pytest.mark.parametrize("ubatch", ["auto", "keep"])
+@pytest.mark.parametrize("cache_mib", [2, 8, 31])
+def test_a_ubatch_is_computed_in_stages_by_default(
+    free: SetLimit, cache_mib: int, ubatch: str
+) -> None:
+    plan = plan_run(MODEL, SIZES, Config(cache_bytes=cache_mib * MIB, ubatch=ubatch))
+    assert (plan.n_ubatch, plan.n_ubatch_asked) == (512, 512)
+    assert plan.n_stages > 1
+    assert f"ubatch  512, in up to {plan.n_stages} stages per layer" in plan.lines()
+
+
+def test_there_are_more_stages_the_fewer_slots_there_are_and_one_where_all_fit(
+    free: SetLimit,
+) -> None:
+    stages = [
+        plan_run(MODEL, SIZES, Config(cache_bytes=size * MIB)).n_stages for size in (2, 8, 20, 32)
+    ]
+    assert stages == sorted(stages, reverse=True)
+    assert stages[-1] == 1
+    one = plan_run(MODEL, replace(SIZES, n_ubatch=1), Config(cache_bytes=8 * MIB))
+    assert one.n_stages == 1  # a token selects 4 experts
 
 
 def test_a_smaller_ubatch_stays_as_asked(free: SetLimit) -> None:
@@ -170,8 +198,8 @@ def test_a_smaller_ubatch_stays_as_asked(free: SetLimit) -> None:
 
 
 def test_compute_buffers_are_those_of_the_ubatch_that_runs(free: SetLimit) -> None:
-    small = plan_run(MODEL, SIZES, Config(cache_bytes=20 * MIB))
-    large = plan_run(MODEL, SIZES, Config(cache_bytes=32 * MIB))
+    small = plan_run(MODEL, SIZES, Config(cache_bytes=20 * MIB, ubatch="shrink"))
+    large = plan_run(MODEL, SIZES, Config(cache_bytes=20 * MIB))
     assert small.memory.compute_bytes < large.memory.compute_bytes
 
 

@@ -54,7 +54,7 @@ def test_span() -> None:
 
 def test_model_line() -> None:
     assert model_line(EVEN) == (
-        "model   Tiny (qwen3moe), 2 layers of 64 experts, top-8, experts 0.12 GiB, rest 0.50 GiB"
+        "model   Tiny (qwen3moe), 2 layers of 64 experts, top-8, experts 0.125 GiB, rest 0.500 GiB"
     )
     uneven = replace(model(layer(0, 16, 2), layer(3, 32, 4)), name="")
     assert model_line(uneven).startswith(
@@ -64,7 +64,7 @@ def test_model_line() -> None:
 
 def test_budget_line_says_what_the_budget_buys() -> None:
     lines = budget_lines(EVEN, [16, 17], 40 * MIB, automatic=False)
-    assert lines == ["cache   0.039 GiB: 16 to 17 slots per layer, 33.0 MiB, 25.8% of the experts"]
+    assert lines == ["cache   40.0 MiB: 16 to 17 slots per layer, 33.0 MiB, 25.8% of the experts"]
     (line,) = budget_lines(EVEN, [64, 64], 128 * MIB, automatic=True)
     assert line == "cache   0.125 GiB (auto): 64 slots per layer, 128.0 MiB, 100.0% of the experts"
 
@@ -81,19 +81,18 @@ def test_a_cache_below_the_token_cycle_is_warned_about(n_slots: list[int], warns
         )
 
 
-@pytest.mark.parametrize(
-    ("n_ubatch", "line"),
-    [
-        (512, "ubatch  512"),
-        (513, "ubatch  512"),
-        (
-            2,
-            "ubatch  2 instead of 512, so that it cannot select more experts than there are slots",
-        ),
-    ],
-)
-def test_ubatch_line_says_when_it_is_shrunk(n_ubatch: int, line: str) -> None:
-    assert ubatch_line(n_ubatch, 512) == line
+@pytest.mark.parametrize("n_ubatch", [512, 513])
+def test_ubatch_line_says_the_size_and_the_stages_if_there_are_more_than_one(n_ubatch: int) -> None:
+    assert ubatch_line(n_ubatch, 512, 1) == "ubatch  512"
+    assert ubatch_line(n_ubatch, 512, 5) == "ubatch  512, in up to 5 stages per layer"
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 511])
+def test_ubatch_line_says_when_it_is_shrunk(n_ubatch: int) -> None:
+    assert ubatch_line(n_ubatch, 512, 1) == (
+        f"ubatch  {n_ubatch} instead of 512,"
+        " so that it cannot select more experts than there are slots"
+    )
 
 
 def test_context_line_says_what_was_cut_and_what_chooses() -> None:

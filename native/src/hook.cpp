@@ -129,8 +129,8 @@ static void * hook_stage(const ggml_tensor * weight, int32_t stage) {
     return &point;
 }
 
-static void hook_begin(void * handle, int32_t n_tokens, bool is_prefill) {
-    static_cast<model_handle *>(handle)->stream->begin(n_tokens, is_prefill);
+static void hook_begin(void * handle, int32_t n_tokens, bool is_prefill, bool is_dry) {
+    static_cast<model_handle *>(handle)->stream->begin(n_tokens, is_prefill, is_dry);
 }
 
 static bool hook_failed(void * handle) {
@@ -150,14 +150,14 @@ static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_ten
     if (stream->phase == LH_N_PHASES) {
         GGML_ABORT("longhaul: a graph with streamed experts was computed outside of llama_decode");
     }
-    if (!stream->has_failed) {
+    if (!stream->has_failed && !stream->is_dry) {
         const lh_status status = guarded([&] { stream->sync(point, dst, ids); });
         if (status == LH_STATUS_OK) {
             return;
         }
         stream->fail(status);
     }
-    std::memset(dst->data, 0, ggml_nbytes(dst)); // valid ids for what still runs; end() throws its results away
+    std::memset(dst->data, 0, ggml_nbytes(dst)); // valid ids for what still runs; nobody gets its results
 }
 
 static const llama_stream_hook hook = {

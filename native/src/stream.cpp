@@ -157,13 +157,14 @@ void lh_stream::bind(ggml_tensor * slots) {
     throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": unknown tensor");
 }
 
-void lh_stream::begin(int32_t n_tokens, bool is_prefill) {
+void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
     ubatch_mutex.lock();
     has_failed      = false;
+    is_dry          = is_dry_run;
     phase           = is_prefill ? LH_PHASE_PREFILL : LH_PHASE_DECODE;
     ubatch_start_us = lh::now_us();
-    counters[phase].n_ubatches++;
-    counters[phase].n_tokens += n_tokens;
+    counters[phase].n_ubatches += is_dry ? 0 : 1;
+    counters[phase].n_tokens += is_dry ? 0 : n_tokens;
 }
 
 void lh_stream::fail(lh_status status) {
@@ -179,7 +180,7 @@ bool lh_stream::end() {
         }
     }
     const bool ok = !has_failed;
-    counters[phase].compute_us += lh::now_us() - ubatch_start_us;
+    counters[phase].compute_us += is_dry ? 0 : lh::now_us() - ubatch_start_us;
     counters[phase].n_errors += ok ? 0 : 1;
     phase = LH_N_PHASES;
     ubatch_mutex.unlock();

@@ -109,7 +109,7 @@ struct lh_stream {
     void release();
     void bind(ggml_tensor * slots);
 
-    void begin(int32_t n_tokens, bool is_prefill);
+    void begin(int32_t n_tokens, bool is_prefill, bool is_dry_run);
     bool end();
     void fail(lh_status status);
     // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, after what they stand for has been loaded.
@@ -132,6 +132,7 @@ struct lh_stream {
     lh_counters                   counters[LH_N_PHASES] = {};
     int32_t                       phase                 = LH_N_PHASES;
     std::atomic<bool>             has_failed            = { false };
+    bool                          is_dry                = false; // the running ubatch loads nothing
 
     int64_t slot_bytes       = 0;
     int64_t repacked_bytes   = 0;
