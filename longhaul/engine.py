@@ -24,7 +24,7 @@ from .config import Config
 from .errors import ConfigError
 from .experts import MoeLayer, MoeModel
 from .native import LayerShape, ReadPool, Request, Stream, StreamFunctions
-from .planner import Plan, StagedPlan, plan, plan_stages, stage_count
+from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
 from .stats import Stats
@@ -58,7 +58,7 @@ class Engine:
         self.n_slots = tuple(n_slots)
         self._ubatch = config.ubatch
         self._on_error = on_error
-        self._staged: dict[int, StagedPlan] = {}  # by index of layer: being read
+        self._loading: dict[int, Plan] = {}  # by index of layer: being read
         with ExitStack() as undo:
             self.pool = undo.enter_context(ReadPool(config.n_io_threads, config.chunk_bytes))
             files = [self.pool.open_file(path, config.uncached) for path in model.shards]
@@ -88,7 +88,7 @@ class Engine:
             ],
             n_ubatch,
             self.pool,
-            StreamFunctions(self._on_plan, self._on_complete, self._on_reset, self._on_failure),
+            self._functions(),
         )
         for index, layer in enumerate(self.model.layers):
             for tensor in layer.tensors:
@@ -101,10 +101,19 @@ class Engine:
         stages = [1 if self._ubatch == "shrink" else stage_count(n, n_slots) for n in selected]
         return LayerShape(layer.layer, layer.n_expert, layer.n_expert_used, n_slots, stages)
 
+    def _functions(self) -> StreamFunctions:
+        return StreamFunctions(
+            on_plan=self._on_plan,
+            on_ahead=self._on_ahead,
+            on_complete=self._on_complete,
+            on_reset=self._on_reset,
+            on_failure=self._on_failure,
+        )
+
     def _on_reset(self) -> None:
         for residency in self._residencies:
             residency.clear()
-        self._staged.clear()
+        self._loading.clear()
 
     def _on_plan(self, request: Request) -> None:
         residency = self._residencies[request.layer_index]
@@ -117,20 +126,26 @@ class Engine:
             staged = plan_stages(residency, request.needed, request.n_rows, request.missing)
             self._evict(residency, staged)
             self._stream.set_stages(request.layer_index, staged.places)
-            self._staged[request.layer_index] = staged
+            self._loading[request.layer_index] = staged
 
     def _evict(self, residency: Residency, step: Plan) -> None:
         residency.evict(step)
         self._stream.count_evictions(step.n_evictions)
 
-    def _on_complete(self, layer_index: int) -> None:
-        """Enter what stages have loaded; a failed plan is never entered, so its slots stay free."""
-        staged = self._staged.pop(layer_index, None)
-        if staged is not None:
-            self._residencies[layer_index].apply(staged)
+    def _on_ahead(self, layer_index: int, n_selected: int) -> None:
+        step = plan_ahead(self._residencies[layer_index], n_selected)
+        if step.loads:
+            self._stream.load_ahead(layer_index, step.loads)
+            self._loading[layer_index] = step
+
+    def _on_complete(self, layer_index: int, is_read: bool) -> None:
+        """Enter what has been loaded; what fails is never entered, so its slots stay free."""
+        step = self._loading.pop(layer_index, None)
+        if step is not None and is_read:
+            self._residencies[layer_index].apply(step)
 
     def _on_failure(self, error: BaseException) -> None:
-        self._staged.clear()
+        self._loading.clear()
         if self._on_error:
             self._on_error(error)
 

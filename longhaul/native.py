@@ -21,7 +21,7 @@ from .stats import Counters, Stats
 
 OK = 0
 _FILE_MODES = ("cached", "direct", "nocache", "dontneed")
-CompleteFunction = Callable[[int], None]
+CompleteFunction = Callable[[int, bool], None]
 ResetFunction = Callable[[], None]
 FailureFunction = Callable[[BaseException], None]
 
@@ -38,6 +38,7 @@ class Request:
 
 
 PlanFunction = Callable[[Request], None]
+AheadFunction = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class StreamFunctions:
     """Hold what the native side calls, on the thread that computes or loads."""
 
     on_plan: PlanFunction
+    on_ahead: AheadFunction
     on_complete: CompleteFunction
     on_reset: ResetFunction
     on_failure: FailureFunction
@@ -208,7 +210,8 @@ class Stream(_Handle):
         self._shapes = tuple(shapes)
         self._callbacks = (
             self._make_on_plan(functions.on_plan),
-            self._guard("void(void *, int32_t)", functions.on_complete),
+            self._make_on_ahead(functions.on_ahead),
+            self._guard("void(void *, int32_t, bool)", functions.on_complete),
             self._guard("void(void *)", functions.on_reset),
             self._guard("void(void *, lh_status)", self._keep_failure),
         )
@@ -229,7 +232,8 @@ class Stream(_Handle):
         params.n_ubatch_staged, params.n_ubatch_unstaged = n_ubatch
         params.pool = pool.pointer
         callbacks = self._callbacks
-        params.on_plan, params.on_complete, params.on_reset, params.on_failure = callbacks
+        params.on_plan, params.on_ahead, params.on_complete, *rest = callbacks
+        params.on_reset, params.on_failure = rest
         out = ffi.new("lh_stream **")
         check(_lib().lh_stream_init(params, out))
         super().__init__(out[0])
@@ -254,6 +258,20 @@ class Stream(_Handle):
 
         signature = "lh_status(void *, const lh_request *)"
         failed = int(lib.LH_STATUS_CALLBACK)
+        return _ffi().callback(signature, call, error=failed, onerror=self._keep_outside)
+
+    def _make_on_ahead(self, on_ahead: AheadFunction) -> Any:
+        failed = int(_lib().LH_STATUS_CALLBACK)
+
+        def call(user_data: Any, layer_index: int, n_selected: int) -> int:
+            try:
+                on_ahead(layer_index, n_selected)
+            except BaseException as e:
+                self.error = e
+                return failed
+            return OK
+
+        signature = "lh_status(void *, int32_t, int64_t)"
         return _ffi().callback(signature, call, error=failed, onerror=self._keep_outside)
 
     def _keep_failure(self, status: int) -> None:
@@ -319,6 +337,11 @@ class Stream(_Handle):
         """
         items = _ffi().new("lh_load[]", loads)
         check(_lib().lh_stream_load(self.pointer, layer_index, items, len(loads)))
+
+    def load_ahead(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
+        """Start to read (expert, slot) pairs into free slots. Only in on_ahead."""
+        items = _ffi().new("lh_load[]", loads)
+        check(_lib().lh_stream_load_ahead(self.pointer, layer_index, items, len(loads)))
 
     def set_stages(self, layer_index: int, places: Sequence[tuple[int, int, int, bool]]) -> None:
         """Say (stage, expert, slot, is_load) of every needed expert. Only in on_plan."""

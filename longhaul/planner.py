@@ -48,6 +48,7 @@ def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) ->
 # --- stages ---------------------------------------------------------------------------------------
 
 
+ROWS_PER_EXPERT = 3  # with so many on average, a router that is fair wants 95 % of the experts
 N_SPLIT = 4  # stages of loads that fit at once; a staged graph has at least one more
 
 
@@ -80,7 +81,7 @@ def kept_slots(n_slots: int) -> int:
 def stage_count(n_selected: int, n_slots: int) -> int:
     """Return the stages that always suffice for a ubatch that selects up to `n_selected` experts.
 
-    One where the slots hold them all. Else one for what is resident, and two for each round of the
+    One where the slots hold them all. Else two for what is resident, and two for each round of the
     slots that take turns, whose halves are loaded and computed in turn.
     """
     if n_selected <= n_slots:
@@ -88,7 +89,7 @@ def stage_count(n_selected: int, n_slots: int) -> int:
     n_turning = n_slots - kept_slots(n_slots)
     if n_turning == 1:
         return 1 + n_selected
-    return 1 + 2 * -(-n_selected // n_turning)
+    return 2 + 2 * -(-n_selected // n_turning)
 
 
 def plan_stages(
@@ -96,10 +97,12 @@ def plan_stages(
 ) -> StagedPlan:
     """Place every needed expert in one stage, and in a slot.
 
-    Resident experts come first, in one stage, while the first missing ones are read. Slots that
-    nothing needs are loaded before slots of resident experts, of which those with most rows keep
-    theirs. Missing experts follow in order of their rows, so that the ones with most are resident
-    in the end. `n_rows` counts the rows of each of `needed`.
+    Resident experts come first. Slots that nothing needs are loaded before slots of resident
+    experts, of which those with most rows keep theirs. Where the first slots to be loaded hold
+    needed experts, these have a stage of their own before the other resident ones, so that the
+    slots are loaded while the others are computed. Missing experts follow in order of their rows,
+    so that the ones with most are resident in the end. `n_rows` counts the rows of each of
+    `needed`.
     """
     rows = dict(zip(needed, n_rows, strict=True))
     slot_of = residency.slot_of
@@ -107,14 +110,21 @@ def plan_stages(
     queue = sorted(missing, key=lambda e: (rows[e], e))
     hit_slots = [slot_of[expert] for expert in hits]
     idle = _idle_slots(residency, set(hit_slots), len(queue))
+    turning = idle
     if len(queue) > len(idle):
         n_kept = min(kept_slots(len(residency.expert_of)), len(hits))
         turning = idle + hit_slots[: len(hits) - n_kept]
-    else:
-        turning = idle
-    places = [Place(0, expert, slot_of[expert], False) for expert in hits]
-    first = 1 if hits else 0
-    for stage, slots in enumerate(_turns(turning, len(idle), len(queue)), first):
+    turns = list(_turns(turning, len(idle), len(queue)))
+    first_slots = set(turns[0]) if turns else set()
+    early = [expert for expert in hits if slot_of[expert] in first_slots]
+    late = [expert for expert in hits if slot_of[expert] not in first_slots]
+    groups = [group for group in (early, late) if group]
+    places = [
+        Place(stage, expert, slot_of[expert], False)
+        for stage, group in enumerate(groups)
+        for expert in group
+    ]
+    for stage, slots in enumerate(turns, len(groups)):
         batch, queue = queue[: len(slots)], queue[len(slots) :]
         places += [Place(stage, e, slot, True) for e, slot in zip(batch, slots, strict=True)]
     last = {place.slot: place.expert for place in places if place.is_load}
@@ -123,6 +133,18 @@ def plan_stages(
         victims=tuple(slot for slot in last if residency.expert_of[slot] >= 0),
         places=tuple(places),
     )
+
+
+def plan_ahead(residency: Residency, n_selected: int) -> Plan:
+    """Fill free slots of a layer before its router has spoken, where it will want nearly all.
+
+    `n_selected` counts the rows that the layer's ubatch will route. No expert leaves for this.
+    """
+    n_expert = len(residency.slot_of)
+    if n_selected < ROWS_PER_EXPERT * n_expert:
+        return Plan((), ())
+    missing = (expert for expert in range(n_expert) if residency.slot_of[expert] < 0)
+    return Plan(tuple(zip(missing, reversed(residency.free), strict=False)), ())
 
 
 def _idle_slots(residency: Residency, needed_slots: set[int], n_wanted: int) -> list[int]:

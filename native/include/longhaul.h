@@ -129,8 +129,12 @@ typedef struct lh_request {
 // With one stage, LH_STATUS_OK promises that slot_of of all needed experts is valid. With more, that lh_stream_set_stages was
 // called. Anything else fails the ubatch.
 typedef lh_status (*lh_plan_fn)(void * user_data, const lh_request * request);
-// All stages that lh_stream_set_stages named have been read into their slots.
-typedef void (*lh_complete_fn)(void * user_data, int32_t layer_index);
+// A layer's ubatch is about to be computed, and all of its reads are under way: lh_stream_load_ahead may be called for this
+// layer, which comes next. Asked only where more rows are routed than there are experts. Anything but LH_STATUS_OK fails the ubatch.
+typedef lh_status (*lh_ahead_fn)(void * user_data, int32_t layer_index, int64_t n_selected);
+// What lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch ended before that,
+// will not be: is_read is false, and the slots hold anything.
+typedef void (*lh_complete_fn)(void * user_data, int32_t layer_index, bool is_read);
 // The running ubatch fails with this status, and lh_last_error() says why. Called on the computing thread, once a ubatch.
 typedef void (*lh_failure_fn)(void * user_data, lh_status status);
 // The slot table was emptied, because a model was loaded or freed.
@@ -144,6 +148,7 @@ typedef struct lh_stream_params {
     int32_t                n_ubatch_unstaged; // and min(this, their n_ubatch) where not; 0: such contexts are refused
     lh_read_pool *         pool;              // must outlive the stream
     lh_plan_fn             on_plan;
+    lh_ahead_fn            on_ahead;
     lh_complete_fn         on_complete;
     lh_reset_fn            on_reset;
     lh_failure_fn          on_failure;
@@ -179,6 +184,10 @@ LH_API lh_phase lh_stream_phase(const lh_stream * stream);
 // Read every tensor's slice of the experts into the slots, all in one batch. Does not touch the slot table. After a failure
 // the slots hold anything. To be called from on_plan.
 LH_API lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
+
+// Start to read experts into free slots of a layer; on_complete says when they are there, before the layer's plan is asked for.
+// To be called from on_ahead.
+LH_API lh_status lh_stream_load_ahead(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
 
 typedef struct lh_place {
     int32_t stage; // 0 .. n_stages of the request

@@ -181,8 +181,8 @@ static const llama_stream_hook hook = {
 lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream) {
     return lh::guarded([&] {
         if (!params->path_model || params->n_layers < 1 || params->n_ubatch_staged < 0 ||
-            params->n_ubatch_unstaged < 0 || !params->pool || !params->on_plan || !params->on_complete ||
-            !params->on_reset || !params->on_failure) {
+            params->n_ubatch_unstaged < 0 || !params->pool || !params->on_plan || !params->on_ahead ||
+            !params->on_complete || !params->on_reset || !params->on_failure) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a pool and callbacks");
         }
         *stream = new lh_stream(*params);
@@ -263,4 +263,8 @@ lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load 
 
 lh_status lh_stream_set_stages(lh_stream * stream, int32_t layer_index, const lh_place * places, int32_t n_places) {
     return lh::guarded([&] { stream->set_stages(layer_index, places, n_places); });
+}
+
+lh_status lh_stream_load_ahead(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    return lh::guarded([&] { stream->load_ahead(layer_index, loads, n_loads); });
 }

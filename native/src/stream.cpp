@@ -67,6 +67,7 @@ lh_stream::lh_stream(const lh_stream_params & params) :
     layers(params.n_layers),
     pool(params.pool),
     on_plan(params.on_plan),
+    on_ahead(params.on_ahead),
     on_complete(params.on_complete),
     on_reset(params.on_reset),
     on_failure(params.on_failure),
@@ -174,9 +175,11 @@ void lh_stream::fail(lh_status status) {
 
 bool lh_stream::end() {
     for (lh::stream_layer & layer : layers) {
-        if (layer.plan.is_active) { // only after a failure, or when the graph does not compute all of the layer
+        if (layer.plan.is_active || layer.ahead) { // only after a failure, or when the graph does not compute all of it
             pool->cancel();
             layer.plan.is_active = false;
+            layer.ahead.reset();
+            on_complete(user_data, layer.index, false);
         }
     }
     const bool ok = !has_failed;
@@ -236,27 +239,40 @@ void lh_stream::add_chunks(const lh::expert_tensor & tensor, const lh_load & loa
     }
 }
 
-void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
-    lh::stream_layer & layer = layer_at(layer_index);
-    if (phase == LH_N_PHASES) {
-        throw lh::error(LH_STATUS_STATE, "experts are loaded only while a ubatch is computed");
-    }
-    const int64_t               start_us = lh::now_us();
-    int64_t                     n_bytes  = 0;
+// The reads of every tensor's slice of the experts.
+std::vector<lh::read_chunk> lh_stream::chunks_of(const lh::stream_layer & layer, const lh_load * loads,
+                                                 int32_t n_loads) {
     std::vector<lh::read_chunk> chunks;
     for (int32_t i = 0; i < n_loads; i++) {
-        if (loads[i].expert < 0 || loads[i].expert >= static_cast<int32_t>(layer.slot_of.size()) || loads[i].slot < 0 ||
-            loads[i].slot >= static_cast<int32_t>(layer.expert_of.size())) {
+        if (loads[i].expert < 0 || loads[i].expert >= layer.n_expert() || loads[i].slot < 0 ||
+            loads[i].slot >= layer.n_slots()) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) + ": no expert or slot");
         }
         for (const lh::expert_tensor & tensor : layer.tensors) {
             if (tensor.slots) { // a tensor that the architecture does not use has none
                 add_chunks(tensor, loads[i], chunks);
-                n_bytes += tensor.slice_bytes;
+                counters[phase].read_bytes += tensor.slice_bytes;
             }
         }
     }
-    pool->run(chunks);
-    counters[phase].read_bytes += n_bytes;
+    return chunks;
+}
+
+void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    if (phase == LH_N_PHASES) {
+        throw lh::error(LH_STATUS_STATE, "experts are loaded only while a ubatch is computed");
+    }
+    const int64_t start_us = lh::now_us();
+    pool->run(chunks_of(layer_at(layer_index), loads, n_loads));
     counters[phase].read_us += lh::now_us() - start_us;
+}
+
+void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    lh::stream_layer & layer = layer_at(layer_index);
+    if (phase == LH_N_PHASES || layer.ahead || layer.plan.is_active) {
+        throw lh::error(LH_STATUS_STATE, "experts are loaded ahead once, while the layer before is computed");
+    }
+    auto chunks = chunks_of(layer, loads, n_loads);
+    layer.ahead = std::make_unique<lh::read_batch>();
+    pool->submit(std::move(chunks), *layer.ahead);
 }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -54,6 +55,7 @@ struct stage_plan {
     std::vector<bool>      is_early;            // [n_stages] can be read while the stage before is computed
     int32_t                n_synced        = 0; // syncs of the layer so far
     int32_t                n_tensors_begun = 0;
+    bool                   has_asked_ahead = false;
 
     std::vector<int32_t>                 n_synced_of; // [n_tensors] stages whose sync has run
     std::vector<std::deque<stage_reads>> reads;       // [n_tensors][n_stages]
@@ -69,17 +71,18 @@ struct sync_point {
 };
 
 struct stream_layer {
-    lh_stream *                stream;
-    int32_t                    index;    // in lh_stream::layers
-    int32_t                    layer;    // in the model
-    int32_t                    n_expert_used;
-    std::vector<int32_t>       n_stages; // [n_expert + 1]
-    std::vector<int32_t>       slot_of;
-    std::vector<int32_t>       expert_of;
-    std::vector<int64_t>       last_use;
-    std::vector<expert_tensor> tensors;
-    std::vector<int32_t>       order; // of the tensors in the graph, as seen last
-    stage_plan                 plan;
+    lh_stream *                 stream;
+    int32_t                     index;    // in lh_stream::layers
+    int32_t                     layer;    // in the model
+    int32_t                     n_expert_used;
+    std::vector<int32_t>        n_stages; // [n_expert + 1]
+    std::vector<int32_t>        slot_of;
+    std::vector<int32_t>        expert_of;
+    std::vector<int64_t>        last_use;
+    std::vector<expert_tensor>  tensors;
+    std::vector<int32_t>        order;                        // of the tensors in the graph, as seen last
+    stage_plan                  plan;
+    std::unique_ptr<read_batch> ahead;                        // reads that were started before the router spoke
 
     std::map<std::pair<int32_t, int32_t>, sync_point> points; // by tensor and stage
 
@@ -115,6 +118,7 @@ struct lh_stream {
     // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, after what they stand for has been loaded.
     void sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
     void load(int32_t layer_index, const lh_load * loads, int32_t n_loads);
+    void load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     void set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
 
     uint32_t n_ubatch(uint32_t wanted) const;
@@ -149,13 +153,17 @@ struct lh_stream {
     void check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
     void find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const;
     void submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
-    void submit_ahead(lh::stream_layer & layer);
-    void complete(lh::stream_layer & layer);
-    void stamp(lh::stream_layer & layer);
+    bool submit_ahead(lh::stream_layer & layer);
+    void ask_ahead(const lh::stream_layer & layer, int64_t n_selected);
+    void settle_ahead(lh::stream_layer & layer);
+    std::vector<lh::read_chunk> chunks_of(const lh::stream_layer & layer, const lh_load * loads, int32_t n_loads);
+    void                        complete(lh::stream_layer & layer);
+    void                        stamp(lh::stream_layer & layer);
     void add_chunks(const lh::expert_tensor & tensor, const lh_load & load, std::vector<lh::read_chunk> & chunks) const;
 
     lh_read_pool * pool;
     lh_plan_fn     on_plan;
+    lh_ahead_fn    on_ahead;
     lh_complete_fn on_complete;
     lh_reset_fn    on_reset;
     lh_failure_fn  on_failure;

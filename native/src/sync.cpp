@@ -81,7 +81,32 @@ void lh_stream::sync(const lh::sync_point & point, ggml_tensor * dst, const ggml
     }
 }
 
+// Lets the layer that comes next read what it will surely want, where many rows are routed.
+void lh_stream::ask_ahead(const lh::stream_layer & layer, int64_t n_selected) {
+    const size_t next = static_cast<size_t>(layer.index) + 1;
+    if (next < layers.size() && n_selected > layers[next].n_expert()) {
+        const lh_status status = on_ahead(user_data, layers[next].index, n_selected);
+        if (status != LH_STATUS_OK) {
+            throw lh::error(status, "layer " + std::to_string(layers[next].layer) + ": nothing loaded ahead");
+        }
+    }
+}
+
+// Waits for what was read ahead.
+void lh_stream::settle_ahead(lh::stream_layer & layer) {
+    if (layer.ahead) {
+        const int64_t start_us = lh::now_us();
+        const auto    ahead    = std::move(layer.ahead);
+        pool->wait(*ahead);
+        const int64_t waited_us = lh::now_us() - start_us;
+        counters[phase].read_us += waited_us;
+        counters[phase].wait_us += waited_us;
+        on_complete(user_data, layer.index, true);
+    }
+}
+
 void lh_stream::sync_layer(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids) {
+    settle_ahead(layer);
     collect(layer, ids);
     if (!layer.missing.empty()) {
         const int64_t start_us = lh::now_us();
@@ -100,6 +125,7 @@ void lh_stream::sync_layer(lh::stream_layer & layer, ggml_tensor * dst, const gg
             lh::id_at(dst, i0, i1) = layer.slot_of[lh::id_at(ids, i0, i1)];
         }
     }
+    ask_ahead(layer, ids->ne[0] * ids->ne[1]);
 }
 
 void lh_stream::sync_stage(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) {
@@ -125,7 +151,10 @@ void lh_stream::sync_stage(const lh::sync_point & point, ggml_tensor * dst, cons
     pool->wait(plan.reads[tensor][point.stage].batch);
     const int64_t read_end_us = lh::now_us();
     plan.n_synced_of[tensor]  = point.stage + 1;
-    submit_ahead(layer);
+    if (submit_ahead(layer) && !plan.has_asked_ahead) {
+        plan.has_asked_ahead = true;
+        ask_ahead(layer, ids->ne[0] * ids->ne[1]);
+    }
 
     for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
         for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
@@ -142,6 +171,7 @@ void lh_stream::sync_stage(const lh::sync_point & point, ggml_tensor * dst, cons
 
 void lh_stream::plan_stages(lh::stream_layer & layer, const ggml_tensor * ids) {
     lh::stage_plan & plan = layer.plan;
+    settle_ahead(layer);
     collect(layer, ids);
     plan.n_stages = layer.n_stages_for(ids->ne[0] * ids->ne[1]);
     layer.order.clear();
@@ -231,6 +261,7 @@ void lh_stream::set_stages(int32_t layer_index, const lh_place * places, int32_t
     }
     plan.n_synced        = 0;
     plan.n_tensors_begun = 0;
+    plan.has_asked_ahead = false;
     plan.n_synced_of.assign(layer.tensors.size(), 0);
     plan.reads.clear();
     plan.reads.resize(layer.tensors.size());
@@ -253,27 +284,26 @@ void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t s
 }
 
 // Submits whatever can be read now, in the order of use: stage s+1 of a tensor once s has been synced, since s-1 has then been
-// computed; the first stages of a tensor at any time, but after all of the tensor before it.
-void lh_stream::submit_ahead(lh::stream_layer & layer) {
-    lh::stage_plan & plan = layer.plan;
+// computed; the first stages of a tensor at any time, since their slots are not in use. Returns whether all has been submitted.
+bool lh_stream::submit_ahead(lh::stream_layer & layer) {
+    lh::stage_plan & plan   = layer.plan;
+    bool             is_all = true;
     for (int32_t tensor : layer.order) {
-        const int32_t last = std::min(std::max(plan.n_synced_of[tensor], 1), plan.n_stages - 1);
-        for (int32_t stage = 0; stage <= last; stage++) {
+        const int32_t n_ready = std::min(std::max(plan.n_synced_of[tensor], 1) + 1, plan.n_stages);
+        int32_t       stage   = 0;
+        for (; stage < n_ready && (stage < 1 || plan.is_early[stage] || plan.reads[tensor][stage].is_submitted);
+             stage++) {
             if (!plan.reads[tensor][stage].is_submitted) {
-                if (stage > 0 && !plan.is_early[stage]) {
-                    return;
-                }
                 submit_stage(layer, tensor, stage);
             }
         }
-        if (last < plan.n_stages - 1) {
-            return;
-        }
+        is_all = is_all && stage == plan.n_stages;
     }
+    return is_all;
 }
 
 void lh_stream::complete(lh::stream_layer & layer) {
     layer.plan.is_active = false;
-    on_complete(user_data, layer.index);
+    on_complete(user_data, layer.index, true);
     stamp(layer);
 }
