@@ -138,8 +138,20 @@ def test_effective_ubatch_is_logged(tiny: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level("INFO", logger="longhaul.llama"), open_engine(read_index(tiny), 5, SHRINK):
         with llama.Model(tiny) as loaded, llama.Context(loaded, n_ubatch=64):
             pass
-    line = next(text for text in caplog.messages if "n_ubatch" in text)
-    assert line.split()[-1] == "2"
+    lines = [text for text in caplog.messages if "n_ubatch" in text]
+    assert lines[0] == (
+        "longhaul: n_ubatch = 2 of 64 asked for, 5 to 5 slots per layer, up to 1 stages per layer"
+    )
+    assert lines[1].split()[-2:] == ["=", "2"]  # llama.cpp's own
+
+
+def test_stages_are_logged(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llama.route_log()
+    with caplog.at_level("INFO", logger="longhaul.llama"), open_engine(read_index(tiny), 5):
+        with llama.Model(tiny) as loaded, llama.Context(loaded, n_ubatch=64):
+            pass
+    expected = "longhaul: n_ubatch = 64 of 64 asked for, 5 to 5 slots per layer, up to 6 stages"
+    assert any(text.startswith(expected) for text in caplog.messages)
 
 
 def test_counters_tell_prefill_from_decode(tiny: Path) -> None:

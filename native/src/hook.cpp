@@ -98,8 +98,28 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
     return status == LH_STATUS_OK;
 }
 
-static uint32_t hook_n_ubatch(void * handle, uint32_t n_ubatch) {
-    return static_cast<model_handle *>(handle)->stream->n_ubatch(n_ubatch);
+// Into llama.cpp's log, which says what a new context is like.
+static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wanted) {
+    int32_t least = INT32_MAX, most = 0, n_stages = 1;
+    for (const stream_layer & layer : stream.layers) {
+        least    = std::min(least, layer.n_slots());
+        most     = std::max(most, layer.n_slots());
+        n_stages = std::max(n_stages, stream.n_stages_of(layer, n_ubatch));
+    }
+    const std::string text = "longhaul: n_ubatch = " + std::to_string(n_ubatch) + " of " + std::to_string(wanted) +
+                             " asked for, " + std::to_string(least) + " to " + std::to_string(most) +
+                             " slots per layer, up to " + std::to_string(n_stages) + " stages per layer\n";
+    ggml_log_callback log  = nullptr;
+    void *            data = nullptr;
+    llama_log_get(&log, &data);
+    log(n_ubatch < wanted ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO, text.c_str(), data);
+}
+
+static uint32_t hook_n_ubatch(void * handle, uint32_t wanted) {
+    const lh_stream & stream   = *static_cast<model_handle *>(handle)->stream;
+    const uint32_t    n_ubatch = stream.n_ubatch(wanted);
+    guarded([&] { log_context(stream, n_ubatch, wanted); });
+    return n_ubatch;
 }
 
 static uint32_t hook_n_nodes(void * handle, uint32_t n_tokens) {

@@ -194,11 +194,14 @@ uint32_t lh_stream::n_ubatch(uint32_t wanted) const {
     return std::min(wanted, can_stage() ? n_ubatch_staged : n_ubatch_unstaged);
 }
 
+int32_t lh_stream::n_stages_of(const lh::stream_layer & layer, uint32_t n_tokens) const {
+    return can_stage() ? layer.n_stages_for(int64_t(n_tokens) * layer.n_expert_used) : 1;
+}
+
 uint32_t lh_stream::n_stage_nodes(uint32_t n_tokens) const {
     uint32_t n_nodes = 0;
     for (const lh::stream_layer & layer : layers) {
-        const int32_t n_stages = can_stage() ? layer.n_stages_for(int64_t(n_tokens) * layer.n_expert_used) : 1;
-        n_nodes += static_cast<uint32_t>(layer.tensors.size()) * 2 * n_stages; // sync and product
+        n_nodes += static_cast<uint32_t>(layer.tensors.size()) * 2 * n_stages_of(layer, n_tokens); // sync and product
     }
     return n_nodes;
 }

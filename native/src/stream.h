@@ -122,6 +122,8 @@ struct lh_stream {
     void set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
 
     uint32_t n_ubatch(uint32_t wanted) const;
+    // Stages of a layer in a whole ubatch.
+    int32_t  n_stages_of(const lh::stream_layer & layer, uint32_t n_tokens) const;
     uint32_t n_stage_nodes(uint32_t n_tokens) const;
     // Stages need kernels that pass over negative ids: those of the CPU.
     bool     can_stage() const { return !has_device_slots; }
