@@ -2,26 +2,28 @@
 
 The round trip of a miss:
 
-1. llama.cpp computes a layer's router; the sync op (native/src/hook.cpp) sees the chosen experts.
+1. llama.cpp computes a layer's router; the sync op (native/src/sync.cpp) sees the chosen experts.
    When all are in slots it writes their slot ids, and Python is not involved.
-2. Otherwise the native side calls `Engine._on_miss` on the computing thread.
-3. `planner.plan` says which victims leave and which slots the missing experts get. It changes
-   nothing.
+2. Otherwise the native side calls `Engine._on_plan` on the computing thread.
+3. The planner says which victims leave, which slots the missing experts get and, where the ubatch
+   selects more experts than there are slots, in which stage each is computed. It changes nothing.
 4. The victims leave the slot table, since their bytes are about to be overwritten.
-5. `Stream.load` reads all slices of all missing experts at once.
-6. The loads enter the slot table. If step 5 failed, they do not: the slots stay free and the table
-   stays true.
-7. Back in the sync op, slot ids are written. If anything raised, the exception is kept,
-   llama_decode returns an error, and the caller gets the exception from `Engine.raise_kept`.
+5. With one stage, `Stream.load` reads all slices of all missing experts at once, and the loads
+   enter the slot table. With more, `Stream.set_stages` hands the plan over; the native side reads
+   one stage while another is computed, and `_on_complete` enters what is resident in the end.
+6. While a layer of a long prompt is computed, `_on_ahead` may fill free slots of the next one.
+7. If a read fails, its experts do not enter: the slots stay free and the table stays true. The
+   exception is kept, llama_decode returns an error, and the caller gets the exception from
+   `Engine.raise_kept`. If anything else is raised in a callback, the layer forgets its experts.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from .budget import slots_bytes, ubatch_limit
 from .config import Config
-from .errors import ConfigError
+from .errors import ConfigError, NativeError
 from .experts import MoeLayer, MoeModel
 from .native import LayerShape, ReadPool, Request, Stream, StreamFunctions
 from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
@@ -115,34 +117,47 @@ class Engine:
             residency.clear()
         self._loading.clear()
 
+    @contextmanager
+    def _changing(self, layer_index: int) -> Iterator[Residency]:
+        """Forget a layer's experts if anything is raised in between, even by a signal."""
+        residency = self._residencies[layer_index]
+        try:
+            yield residency
+        except BaseException:
+            residency.clear()
+            raise
+
     def _on_plan(self, request: Request) -> None:
-        residency = self._residencies[request.layer_index]
-        if request.n_stages == 1:
-            step = plan(residency, request.needed, request.missing)
-            self._evict(residency, step)
-            self._stream.load(request.layer_index, step.loads)
-            residency.apply(step)
-        else:
-            staged = plan_stages(residency, request.needed, request.n_rows, request.missing)
-            self._evict(residency, staged)
-            self._stream.set_stages(request.layer_index, staged.places)
-            self._loading[request.layer_index] = staged
+        self._loading.pop(request.layer_index, None)
+        with self._changing(request.layer_index) as residency:
+            if request.n_stages == 1:
+                step = plan(residency, request.needed, request.missing)
+                self._evict(residency, step)
+                self._stream.load(request.layer_index, step.loads)
+                residency.apply(step)
+            else:
+                staged = plan_stages(residency, request.needed, request.n_rows, request.missing)
+                self._evict(residency, staged)
+                self._stream.set_stages(request.layer_index, staged.places)
+                self._loading[request.layer_index] = staged
 
     def _evict(self, residency: Residency, step: Plan) -> None:
         residency.evict(step)
         self._stream.count_evictions(step.n_evictions)
 
     def _on_ahead(self, layer_index: int, n_selected: int) -> None:
-        step = plan_ahead(self._residencies[layer_index], n_selected)
-        if step.loads:
-            self._stream.load_ahead(layer_index, step.loads)
-            self._loading[layer_index] = step
+        with self._changing(layer_index) as residency:
+            step = plan_ahead(residency, n_selected)
+            if step.loads:
+                self._stream.load_ahead(layer_index, step.loads)
+                self._loading[layer_index] = step
 
     def _on_complete(self, layer_index: int, is_read: bool) -> None:
         """Enter what has been loaded; what fails is never entered, so its slots stay free."""
-        step = self._loading.pop(layer_index, None)
-        if step is not None and is_read:
-            self._residencies[layer_index].apply(step)
+        with self._changing(layer_index) as residency:
+            step = self._loading.pop(layer_index, None)
+            if step is not None and is_read:
+                residency.apply(step)
 
     def _on_failure(self, error: BaseException) -> None:
         self._loading.clear()
@@ -171,6 +186,8 @@ class Engine:
 
     def resident(self, layer_index: int) -> dict[int, int]:
         """Return slot by expert of one layer's resident experts."""
+        if not self._residencies:
+            raise NativeError("the engine is closed")
         expert_of = self._residencies[layer_index].expert_of
         return {expert: slot for slot, expert in enumerate(expert_of) if expert >= 0}
 
@@ -184,6 +201,7 @@ class Engine:
         Twice is harmless.
         """
         self._stream.close()
+        self._residencies.clear()  # their memory was the stream's
         self.pool.close()
 
     def __enter__(self) -> "Engine":

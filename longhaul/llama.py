@@ -87,13 +87,20 @@ class Context:
     """Hold a context of a model: KV cache and compute buffers."""
 
     def __init__(
-        self, model: Model, *, n_ctx: int = 512, n_ubatch: int = 512, n_threads: int = 2
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 512,
+        n_ubatch: int = 512,
+        n_threads: int = 2,
+        n_seq_max: int = 1,
     ) -> None:
         """Create a context; raises ModelError if llama.cpp refuses."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = n_ctx
         params.n_ubatch = n_ubatch
+        params.n_seq_max = n_seq_max
         params.n_threads = n_threads
         params.n_threads_batch = n_threads
         self._model = model
@@ -117,10 +124,13 @@ class Context:
         if code != 0:
             raise DecodeError(f"llama_decode returned {code} while warming up")
 
-    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+    def decode(self, tokens: Sequence[int], *, last_only: bool = False) -> np.ndarray:
         """Evaluate tokens after those before and return their logits, float32 (n_tokens, n_vocab).
 
-        Raises DecodeError if llama.cpp reports a failure; the tokens then count as not evaluated.
+        Of the last one alone if asked: (1, n_vocab).
+
+        Raises DecodeError if llama.cpp reports a failure; the tokens then count as not evaluated,
+        and where the memory is recurrent, those before them are forgotten as well.
         """
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         try:
@@ -129,24 +139,32 @@ class Context:
                 batch.pos[i] = self.n_past + i
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = 0
-                batch.logits[i] = 1
+                batch.logits[i] = not last_only or i == len(tokens) - 1
             batch.n_tokens = len(tokens)
             code = llama_cpp.llama_decode(self._context, batch)
         finally:
             llama_cpp.llama_batch_free(batch)
         if code != 0:
-            self.remove_from(self.n_past)
-            raise DecodeError(f"llama_decode returned {code} at position {self.n_past}")
+            position = self.n_past
+            kept = "" if self.remove_from(position) else "; the context had to be cleared"
+            raise DecodeError(f"llama_decode returned {code} at position {position}{kept}")
         logits = llama_cpp.llama_get_logits(self._context)
-        shape = (len(tokens), self._model.n_vocab)
+        shape = (1 if last_only else len(tokens), self._model.n_vocab)
         self.n_past += len(tokens)
         return np.ctypeslib.as_array(logits, shape=shape).copy()
 
-    def remove_from(self, position: int) -> None:
-        """Forget the tokens from a position on."""
+    def remove_from(self, position: int) -> bool:
+        """Forget the tokens from a position on.
+
+        A recurrent memory cannot: it then forgets everything, and the answer is False.
+        """
         memory = llama_cpp.llama_get_memory(self._context)
-        llama_cpp.llama_memory_seq_rm(memory, 0, position, -1)
-        self.n_past = position
+        if llama_cpp.llama_memory_seq_rm(memory, 0, position, -1):
+            self.n_past = position
+            return True
+        llama_cpp.llama_memory_clear(memory, True)
+        self.n_past = 0
+        return False
 
     def close(self) -> None:
         """Free the context; twice is harmless."""

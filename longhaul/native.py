@@ -194,6 +194,10 @@ class ReadPool(_Handle):
         ]
 
 
+# A model may call back into a stream that nobody in Python refers to: it lives until closed.
+_open_streams: set["Stream"] = set()
+
+
 class Stream(_Handle):
     """Stand behind the slot tensors of one model; see longhaul.h."""
 
@@ -210,8 +214,8 @@ class Stream(_Handle):
         self._shapes = tuple(shapes)
         self._callbacks = (
             self._make_on_plan(functions.on_plan),
-            self._make_on_ahead(functions.on_ahead),
-            self._guard("void(void *, int32_t, bool)", functions.on_complete),
+            self._make_status("lh_status(void *, int32_t, int64_t)", functions.on_ahead),
+            self._make_status("lh_status(void *, int32_t, bool)", functions.on_complete),
             self._guard("void(void *)", functions.on_reset),
             self._guard("void(void *, lh_status)", self._keep_failure),
         )
@@ -237,6 +241,7 @@ class Stream(_Handle):
         out = ffi.new("lh_stream **")
         check(_lib().lh_stream_init(params, out))
         super().__init__(out[0])
+        _open_streams.add(self)
 
     def _make_on_plan(self, on_plan: PlanFunction) -> Any:
         unpack, lib = _ffi().unpack, _lib()
@@ -260,23 +265,22 @@ class Stream(_Handle):
         failed = int(lib.LH_STATUS_CALLBACK)
         return _ffi().callback(signature, call, error=failed, onerror=self._keep_outside)
 
-    def _make_on_ahead(self, on_ahead: AheadFunction) -> Any:
+    def _make_status(self, signature: str, function: Callable[..., None]) -> Any:
         failed = int(_lib().LH_STATUS_CALLBACK)
 
-        def call(user_data: Any, layer_index: int, n_selected: int) -> int:
+        def call(user_data: Any, *args: Any) -> int:
             try:
-                on_ahead(layer_index, n_selected)
+                function(*args)
             except BaseException as e:
                 self.error = e
                 return failed
             return OK
 
-        signature = "lh_status(void *, int32_t, int64_t)"
         return _ffi().callback(signature, call, error=failed, onerror=self._keep_outside)
 
     def _keep_failure(self, status: int) -> None:
         """Keep why a ubatch fails: what on_plan raised, or the native side's own reason."""
-        if self.error is None:
+        if status != _lib().LH_STATUS_CALLBACK or self.error is None:
             message = _ffi().string(_lib().lh_last_error()).decode(errors="replace")
             self.error = exception_for(status, message, _lib().lh_last_errno())
         self._on_failure(self.error)
@@ -299,6 +303,7 @@ class Stream(_Handle):
         if self._pointer is not None:
             check(_lib().lh_stream_free(self._pointer))
             self._pointer = None
+            _open_streams.discard(self)
 
     def add_tensor(
         self, name: str, layer_index: int, file: int, offset: int, slice_bytes: int

@@ -1,10 +1,12 @@
 """Options and manners that the commands share."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
 import click
+from click.core import ParameterSource
 
 from .config import Config, parse_cache
 from .errors import ConfigError, LonghaulError
@@ -34,17 +36,26 @@ class OptionError(CommandError):
     exit_code = 2
 
 
+def _with_long_help(args: list[str]) -> list[str]:
+    """Write -h as --help, unless it follows an option, whose value it may be."""
+    previous = ["", *args]
+    return [
+        "--help" if word == "-h" and not before.startswith("-") else word
+        for before, word in zip(previous, args, strict=False)
+    ]
+
+
 class ToolCommand(click.Command):
     """Take our long options from among llama.cpp's, which stay as they are."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse a command line; -h is --help, a bad option one line."""
         try:
-            rest = super().parse_args(ctx, ["--help" if word == "-h" else word for word in args])
+            rest = super().parse_args(ctx, _with_long_help(args))
         except click.UsageError as e:
             raise OptionError(e.format_message()) from e
         for word in ctx.params.get("args", ()):
-            if word.startswith("--longhaul"):
+            if re.fullmatch(r"--(no-)?longhaul[\w-]*(=.*)?", word):
                 raise OptionError(f"no option {word}; --help lists those of longhaul")
         return rest
 
@@ -76,7 +87,9 @@ def streaming_options(command: F) -> F:
         **kwargs: object,
     ) -> object:
         config = None
-        if longhaul:
+        if not longhaul:
+            _refuse_ours_without_streaming()
+        else:
             if longhaul_policy not in POLICIES:
                 known = ", ".join(sorted(POLICIES))
                 raise ConfigError(f"--longhaul-policy {longhaul_policy!r} is none of: {known}")
@@ -91,6 +104,15 @@ def streaming_options(command: F) -> F:
     for option in reversed(_STREAMING):
         wrapper = option(wrapper)
     return wrapper  # type: ignore[return-value]
+
+
+def _refuse_ours_without_streaming() -> None:
+    context = click.get_current_context()
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name.startswith("longhaul_") and source is ParameterSource.COMMANDLINE:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} cannot be used with --no-longhaul")
 
 
 def _whole_number(name: str, text: str) -> int:

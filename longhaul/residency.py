@@ -48,10 +48,9 @@ class Residency:
 
     def apply(self, plan: "Plan") -> None:
         """Enter the loads of a plan whose victims are out and whose bytes have been read."""
-        taken = set()
+        taken = {slot for _, slot in plan.loads}
+        self.free = [slot for slot in self.free if slot not in taken]
         for expert, slot in plan.loads:
             self.slot_of[expert] = slot
             self.expert_of[slot] = expert
             self.policy.add(slot)
-            taken.add(slot)
-        self.free = [slot for slot in self.free if slot not in taken]

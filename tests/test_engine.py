@@ -1,9 +1,11 @@
 """The join with llama.cpp: what is read and when, what fails and how."""
 
+import gc
 import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from longhaul.errors import ConfigError, DecodeError, NativeError, ReadError
 from longhaul.experts import MoeModel
 from longhaul.index import read_index
 from longhaul.planner import StagedPlan, plan_stages
+from longhaul.residency import Residency
 
 SHRINK = Config(ubatch="shrink")
 
@@ -313,3 +316,122 @@ def test_closed_engine_leaves_no_file_open(tiny: Path) -> None:
     with open_engine(read_index(tiny), 4):
         assert len(os.listdir("/proc/self/fd")) > before
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["evict", "apply"])
+@pytest.mark.parametrize("n_slots", [3, 8])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupt_at_any_point_never_changes_a_later_result(
+    name: str, n_slots: int, when: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's exception may strike between any two statements of ours."""
+    real = getattr(Residency, name)
+    calls = 0
+
+    def interrupted(self: Residency, *args: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0 and when == "before":
+            raise KeyboardInterrupt
+        real(self, *args)
+        if calls % 5 == 0:
+            raise KeyboardInterrupt
+
+    tokens = evaluated_tokens(128, 12)
+    wanted = evaluate(tiny, Recipe(n_prompt=12, n_greedy=0)).logits
+    n_failed = 0
+    with open_engine(read_index(tiny), n_slots) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            monkeypatch.setattr(Residency, name, interrupted)
+            for _ in range(30):
+                try:
+                    got = context.decode(tokens)
+                except DecodeError:
+                    n_failed += 1
+                    assert isinstance(engine.take_error(), KeyboardInterrupt)
+                else:
+                    assert largest_difference(got, wanted) == 0.0
+                assert_consistent(engine)
+                context.remove_from(0)
+            monkeypatch.undo()
+            assert largest_difference(context.decode(tokens), wanted) == 0.0
+    assert n_failed > 0 or n_slots == 8
+
+
+def test_more_sequences_than_tokens_in_a_ubatch_have_room_in_the_graph(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_expert=64, n_ff=32)
+    with open_engine(read_index(path), 1), llama.Model(path) as loaded:
+        with llama.Context(loaded, n_ctx=16384, n_ubatch=4, n_seq_max=64) as context:
+            assert context.decode([1, 2, 3]).shape == (3, loaded.n_vocab)
+
+
+def test_a_prompt_of_many_ubatches_reads_no_layer_in_vain(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_expert=16)
+    model = read_index(path)
+    with open_engine(model, 15), llama.Model(path) as loaded:
+        pass
+    with open_engine(model, 15) as engine:
+        with llama.Model(path) as loaded, llama.Context(loaded, n_ubatch=64) as context:
+            context.decode([t % loaded.n_vocab for t in range(250)], last_only=True)
+        stats = engine.stats().total
+    # what is never resident in 15 of 16 slots comes again in each of the 4 ubatches, and no more
+    assert 0 < stats.read_bytes <= model.expert_bytes + 4 * 3 * 2 * model.layers[0].expert_bytes
+
+
+def test_two_engines_of_one_model_are_refused(tiny: Path) -> None:
+    with open_engine(read_index(tiny), 4):
+        with pytest.raises(NativeError, match="another stream"):
+            open_engine(read_index(tiny), 4)
+
+
+def test_an_engine_that_nobody_holds_still_serves_its_model(tiny: Path) -> None:
+    recipe = Recipe(n_prompt=8, n_greedy=0)
+    wanted = evaluate(tiny, recipe).logits
+    kept = [open_engine(read_index(tiny), 4)]
+    with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+        stream_of_it = kept[0]._stream
+        kept.clear()
+        gc.collect()
+        assert largest_difference(context.decode(evaluated_tokens(128, 8)), wanted) == 0.0
+    stream_of_it.close()
+
+
+def test_closed_engine_says_so(tiny: Path) -> None:
+    engine = open_engine(read_index(tiny), 4)
+    engine.close()
+    with pytest.raises(NativeError, match="closed"):
+        engine.resident(0)
+
+
+def test_each_failure_has_its_own_reason(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf")
+    model, content = read_index(path), path.read_bytes()
+    seen = set()
+    with open_engine(model, 4) as engine:
+        with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
+            for layer in (2, 1):
+                os.truncate(path, model.layers[layer].tensors[0].offset + 1)
+                with pytest.raises(DecodeError):
+                    context.decode([1, 2, 3, 4])
+                seen.add(str(engine._stream.error))
+                path.write_bytes(content)
+    assert len(seen) == 2
+
+
+def test_recurrent_model_says_that_a_failure_cleared_its_context(
+    arch_model: Callable[[str], Path],
+) -> None:
+    path = arch_model("qwen35moe")
+    model, content = read_index(path), path.read_bytes()
+    wanted = evaluate(path, Recipe(n_prompt=8, n_greedy=0)).logits
+    with open_engine(model, 4) as engine:
+        with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
+            tokens = evaluated_tokens(loaded.n_vocab, 8)
+            context.decode(tokens)
+            os.truncate(path, model.layers[0].tensors[0].offset + 1)
+            with pytest.raises(DecodeError, match="had to be cleared"):
+                context.decode(list(range(40, 80)))
+            path.write_bytes(content)
+            engine.take_error()
+            assert context.n_past == 0
+            assert largest_difference(context.decode(tokens), wanted) == 0.0

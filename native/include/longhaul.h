@@ -46,7 +46,7 @@ typedef enum lh_file_mode {
 LH_API const char * lh_last_error(void);
 LH_API int32_t      lh_last_errno(void);
 
-// Name of the sources that the library was built from.
+// What ties the library to the Python side: a digest of patches, this header and the version.
 LH_API const char * lh_build_id(void);
 
 // --- read pool -------------------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ typedef lh_status (*lh_plan_fn)(void * user_data, const lh_request * request);
 // layer, which comes next. Asked only where more rows are routed than there are experts. Anything but LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_ahead_fn)(void * user_data, int32_t layer_index, int64_t n_selected);
 // What lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch ended before that,
-// will not be: is_read is false, and the slots hold anything.
-typedef void (*lh_complete_fn)(void * user_data, int32_t layer_index, bool is_read);
+// will not be: is_read is false, and the slots hold anything. Anything but LH_STATUS_OK fails the ubatch.
+typedef lh_status (*lh_complete_fn)(void * user_data, int32_t layer_index, bool is_read);
 // The running ubatch fails with this status, and lh_last_error() says why. Called on the computing thread, once a ubatch.
 typedef void (*lh_failure_fn)(void * user_data, lh_status status);
 // The slot table was emptied, because a model was loaded or freed.

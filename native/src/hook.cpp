@@ -247,6 +247,11 @@ lh_status lh_stream_set_active(lh_stream * stream, bool active) {
     return lh::guarded([&] {
         std::lock_guard<std::mutex> lock(lh::registry_mutex);
         auto &                      streams = lh::active_streams;
+        for (const lh_stream * other : streams) {
+            if (active && other != stream && other->path_model == stream->path_model) {
+                throw lh::error(LH_STATUS_STATE, stream->path_model + ": another stream serves this model");
+            }
+        }
         streams.erase(std::remove(streams.begin(), streams.end(), stream), streams.end());
         if (active) {
             streams.push_back(stream);

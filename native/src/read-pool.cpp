@@ -189,12 +189,14 @@ void lh_read_pool::check_file(int32_t file) const {
 }
 
 void lh_read_pool::submit(std::vector<lh::read_chunk> chunks, lh::read_batch & batch) {
+    std::list<job> added; // spliced in, so that either all or none of the batch is submitted
+    for (lh::read_chunk & chunk : chunks) {
+        added.push_back({ std::move(chunk), &batch });
+    }
     {
         std::lock_guard<std::mutex> lock(mutex);
-        batch.n_open += chunks.size();
-        for (lh::read_chunk & chunk : chunks) {
-            jobs.push_back({ std::move(chunk), &batch });
-        }
+        batch.n_open += added.size();
+        jobs.splice(jobs.end(), added);
     }
     wake.notify_all();
 }
@@ -207,14 +209,19 @@ void lh_read_pool::wait(lh::read_batch & batch) {
     }
 }
 
-void lh_read_pool::cancel() {
+void lh_read_pool::cancel(const std::vector<lh::read_batch *> & batches) {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!jobs.empty()) {
-        lh::read_batch & batch = *jobs.front().batch;
-        jobs.pop_front();
-        finish(batch);
+    for (auto it = jobs.begin(); it != jobs.end();) {
+        if (std::find(batches.begin(), batches.end(), it->batch) == batches.end()) {
+            it++;
+            continue;
+        }
+        finish(*it->batch);
+        it = jobs.erase(it);
     }
-    done.wait(lock, [&] { return n_busy == 0; });
+    for (const lh::read_batch * batch : batches) {
+        done.wait(lock, [&] { return batch->n_open == 0; });
+    }
 }
 
 void lh_read_pool::run(std::vector<lh::read_chunk> chunks) {

@@ -2,9 +2,9 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
+#include <list>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -63,8 +63,8 @@ struct lh_read_pool {
     void submit(std::vector<lh::read_chunk> chunks, lh::read_batch & batch);
     // Returns when every chunk of the batch has been read and taken, or throws its failure once none is being read.
     void wait(lh::read_batch & batch);
-    // Forgets what has not been started, of all batches, and returns when nothing is being read.
-    void cancel();
+    // Forgets what has not been started of these batches, and returns when nothing of them is being read.
+    void cancel(const std::vector<lh::read_batch *> & batches);
     void run(std::vector<lh::read_chunk> chunks);
 
     int32_t open_file(const char * path, bool uncached);
@@ -97,7 +97,7 @@ struct lh_read_pool {
 
     std::mutex              mutex; // guards what follows, and the batches
     std::condition_variable wake, done;
-    std::deque<job>         jobs;
+    std::list<job>          jobs;
     size_t                  n_busy = 0; // workers with a job
     bool                    stop   = false;
 };

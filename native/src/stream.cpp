@@ -90,6 +90,7 @@ lh_stream::lh_stream(const lh_stream_params & params) :
         layer.last_use.assign(shape.n_slots, 0);
         layer.seen.assign(shape.n_expert, 0);
         layer.seen_at.assign(shape.n_expert, 0);
+        layer.seen_slot.assign(shape.n_expert, -1);
         layer.n_rows.reserve(shape.n_expert);
         layer.needed.reserve(shape.n_expert);
         layer.missing.reserve(shape.n_expert);
@@ -173,13 +174,27 @@ void lh_stream::fail(lh_status status) {
     on_failure(user_data, status);
 }
 
+// Gives up what a layer is reading: after a failure, or when the graph does not compute all of the layer.
+void lh_stream::drop(lh::stream_layer & layer) {
+    std::vector<lh::read_batch *> batches;
+    for (auto & reads : layer.plan.reads) {
+        for (lh::stage_reads & stage : reads) {
+            batches.push_back(&stage.batch);
+        }
+    }
+    if (layer.ahead) {
+        batches.push_back(layer.ahead.get());
+    }
+    pool->cancel(batches);
+    layer.plan.is_active = false;
+    layer.ahead.reset();
+    on_complete(user_data, layer.index, false);
+}
+
 bool lh_stream::end() {
     for (lh::stream_layer & layer : layers) {
-        if (layer.plan.is_active || layer.ahead) { // only after a failure, or when the graph does not compute all of it
-            pool->cancel();
-            layer.plan.is_active = false;
-            layer.ahead.reset();
-            on_complete(user_data, layer.index, false);
+        if (layer.plan.is_active || layer.ahead) {
+            drop(layer);
         }
     }
     const bool ok = !has_failed;

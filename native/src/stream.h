@@ -56,6 +56,7 @@ struct stage_plan {
     int32_t                n_synced        = 0; // syncs of the layer so far
     int32_t                n_tensors_begun = 0;
     bool                   has_asked_ahead = false;
+    bool                   is_from_caller  = false;   // set by on_plan, not by ourselves
 
     std::vector<int32_t>                 n_synced_of; // [n_tensors] stages whose sync has run
     std::vector<std::deque<stage_reads>> reads;       // [n_tensors][n_stages]
@@ -86,10 +87,11 @@ struct stream_layer {
 
     std::map<std::pair<int32_t, int32_t>, sync_point> points; // by tensor and stage
 
-    // scratch of the sync op: ubatch that saw the expert last and its place in needed, the distinct ids in order of
+    // scratch of the sync op: ubatch that saw the expert last, its place in needed and its slot then, the distinct ids in order of
     // appearance, and how many rows each has
     std::vector<int64_t> seen;
     std::vector<int32_t> seen_at;
+    std::vector<int32_t> seen_slot;
     std::vector<int32_t> needed;
     std::vector<int32_t> n_rows;
     std::vector<int32_t> missing;
@@ -158,6 +160,8 @@ struct lh_stream {
     bool submit_ahead(lh::stream_layer & layer);
     void ask_ahead(const lh::stream_layer & layer, int64_t n_selected);
     void settle_ahead(lh::stream_layer & layer);
+    void report_complete(const lh::stream_layer & layer);
+    void drop(lh::stream_layer & layer);
     std::vector<lh::read_chunk> chunks_of(const lh::stream_layer & layer, const lh_load * loads, int32_t n_loads);
     void                        complete(lh::stream_layer & layer);
     void                        stamp(lh::stream_layer & layer);

@@ -39,8 +39,12 @@ void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
             layer.seen_at[expert] = static_cast<int32_t>(layer.needed.size());
             layer.needed.push_back(expert);
             layer.n_rows.push_back(1);
-            if (layer.slot_of[expert] < 0) {
+            const int32_t slot      = layer.slot_of[expert];
+            layer.seen_slot[expert] = slot;
+            if (slot < 0) {
                 layer.missing.push_back(expert);
+            } else if (slot >= layer.n_slots() || layer.expert_of[slot] != expert) {
+                throw lh::layer_error(layer, "the slot table contradicts itself");
             }
         }
     }
@@ -84,7 +88,8 @@ void lh_stream::sync(const lh::sync_point & point, ggml_tensor * dst, const ggml
 // Lets the layer that comes next read what it will surely want, where many rows are routed.
 void lh_stream::ask_ahead(const lh::stream_layer & layer, int64_t n_selected) {
     const size_t next = static_cast<size_t>(layer.index) + 1;
-    if (next < layers.size() && n_selected > layers[next].n_expert()) {
+    // the last layer computes only the rows whose output is wanted, so what it wants is not known from the others
+    if (next + 1 < layers.size() && n_selected > layers[next].n_expert()) {
         const lh_status status = on_ahead(user_data, layers[next].index, n_selected);
         if (status != LH_STATUS_OK) {
             throw lh::error(status, "layer " + std::to_string(layers[next].layer) + ": nothing loaded ahead");
@@ -101,7 +106,14 @@ void lh_stream::settle_ahead(lh::stream_layer & layer) {
         const int64_t waited_us = lh::now_us() - start_us;
         counters[phase].read_us += waited_us;
         counters[phase].wait_us += waited_us;
-        on_complete(user_data, layer.index, true);
+        report_complete(layer);
+    }
+}
+
+void lh_stream::report_complete(const lh::stream_layer & layer) {
+    const lh_status status = on_complete(user_data, layer.index, true);
+    if (status != LH_STATUS_OK) {
+        throw lh::error(status, "layer " + std::to_string(layer.layer) + ": what was read is not known");
     }
 }
 
@@ -180,7 +192,8 @@ void lh_stream::plan_stages(lh::stream_layer & layer, const ggml_tensor * ids) {
             layer.order.push_back(static_cast<int32_t>(i));
         }
     }
-    if (!layer.missing.empty()) {
+    plan.is_from_caller = !layer.missing.empty();
+    if (plan.is_from_caller) {
         request_plan(layer, plan.n_stages);
     } else { // all resident: everything in the first stage
         std::vector<lh_place> places;
@@ -203,6 +216,9 @@ void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * pl
         if (place.expert < 0 || place.expert >= layer.n_expert() || place.slot < 0 || place.slot >= layer.n_slots() ||
             place.stage < 0 || place.stage >= layer.plan.n_stages) {
             throw lh::layer_error(layer, "a place is out of range");
+        }
+        if (!place.is_load && layer.seen_slot[place.expert] != place.slot) {
+            throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is not in its slot");
         }
         if (layer.seen[place.expert] != n_collected || is_placed[place.expert]) {
             throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is placed twice, or not needed");
@@ -304,6 +320,8 @@ bool lh_stream::submit_ahead(lh::stream_layer & layer) {
 
 void lh_stream::complete(lh::stream_layer & layer) {
     layer.plan.is_active = false;
-    on_complete(user_data, layer.index, true);
+    if (layer.plan.is_from_caller) {
+        report_complete(layer);
+    }
     stamp(layer);
 }
