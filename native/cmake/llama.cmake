@@ -14,6 +14,8 @@ set(LLAMA_BUILD_APP OFF)
 # The server's web page would be built by npm or downloaded.
 set(LLAMA_BUILD_UI OFF)
 set(LLAMA_USE_PREBUILT_UI OFF)
+# GCC warns thousands of times about its own vector headers, which would drown the progress.
+option(LLAMA_ALL_WARNINGS "llama: enable all compiler warnings" OFF)
 option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
 
 # The source package carries no history. Git must not take the repository around the build folder
