@@ -294,3 +294,37 @@ def test_libraries_that_are_not_built_are_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"longhaul: error: native libraries not found in {tmp_path}; ")
     assert "make build" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@streaming_commands
+def test_what_follows_an_option_is_its_value_and_not_ours(
+    command: click.Command, prefix: list[str], fake_tool: FakeTool
+) -> None:
+    args = ["-p", "-h", "--system-prompt", "--longhaul rocks"]
+    assert invoke(command, [*prefix, *args]).exit_code == 0
+    assert fake_tool.calls[0][3] == args
+
+
+@streaming_commands
+def test_our_options_without_streaming_are_one_line(
+    command: click.Command, prefix: list[str]
+) -> None:
+    result = invoke(command, [*prefix, "--no-longhaul", "--longhaul-cache", "2"])
+    check_one_line(result, 2, "--longhaul-cache", "--no-longhaul")
+
+
+@streaming_commands
+def test_a_mistyped_option_of_ours_is_one_line(command: click.Command, prefix: list[str]) -> None:
+    check_one_line(invoke(command, [*prefix, "--longhaul-cahce", "2"]), 2, "--longhaul-cahce")
+
+
+@pytest.mark.parametrize("mode", ["auto", "keep", "shrink"])
+def test_ubatch_modes_reach_the_config(mode: str, fake_tool: FakeTool) -> None:
+    assert invoke(cli.main, ["--longhaul-ubatch", mode]).exit_code == 0
+    config = fake_tool.calls[0][2]
+    assert config is not None
+    assert config.ubatch == mode
+
+
+def test_an_unknown_ubatch_mode_is_one_line() -> None:
+    check_one_line(invoke(cli.main, ["--longhaul-ubatch", "tiny"]), 2, "'tiny'", "shrink")
