@@ -93,7 +93,7 @@ def test_longhaul_is_accepted_and_the_last_word_on_it_counts(
     result = run("longhaul-cli", "--longhaul", "--model", chat_model, *SMALL, *ONE_ANSWER)
     assert (result.code, result.turns) == (0, streamed.turns)
     assert result.line("cache") == streamed.line("cache")
-    both = run("longhaul-cli", "--longhaul", "--no-longhaul", "-m", chat_model, *SMALL, *ONE_ANSWER)
+    both = run("longhaul-cli", "--longhaul", "--no-longhaul", "-m", chat_model, *ONE_ANSWER)
     assert (both.code, both.lines) == (0, [])
 
 
