@@ -42,7 +42,7 @@ test: build
 
 exact: build
 	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
-	LONGHAUL_EXACT=full $(BIN)/pytest -ra tests/test_sweep.py tests/test_exact.py
+	LONGHAUL_EXACT=full $(BIN)/pytest -ra tests/test_sweep.py tests/test_types.py tests/test_exact.py
 
 UNPATCHED := build/unpatched
 
