@@ -13,14 +13,12 @@ from longhaul import demo
 from longhaul.errors import LonghaulError, PatchError
 from longhaul.library import lib_dir
 
+# Waiting threads sleep: spinning ones starve each other when anything else runs. OpenMP reads this
+# when it is loaded, which the import of a test module does.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 ARCHS = ["llama", "qwen3moe", "qwen35moe", "laguna", "gpt-oss", "deepseek2", "maple"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quiet_openmp() -> None:
-    """Let waiting threads sleep: spinning ones starve each other when anything else runs."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")
