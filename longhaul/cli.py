@@ -5,21 +5,11 @@ import sys
 import click
 
 from .config import Config
-from .options import (
-    ARGS,
-    PASS_THROUGH,
-    ToolCommand,
-    help_llama_option,
-    one_line_errors,
-    streaming_options,
-)
+from .options import PASS_THROUGH, ToolCommand, streaming_tool
 
 
 @click.command("longhaul-cli", cls=ToolCommand, context_settings=PASS_THROUGH)
-@ARGS
-@one_line_errors
-@streaming_options
-@help_llama_option("longhaul-cli")
+@streaming_tool("longhaul-cli")
 def main(args: tuple[str, ...], config: Config | None, help_llama: bool) -> None:
     """Chat with a model whose experts do not fit in memory, or complete one prompt.
 

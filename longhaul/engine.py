@@ -12,16 +12,17 @@ The round trip of a miss:
    enter the slot table. With more, `Stream.set_stages` hands the plan over; the native side reads
    one stage while another is computed, and `_on_complete` enters what is resident in the end.
 6. While a layer of a long prompt is computed, `_on_ahead` may fill free slots of the next one.
-7. If a read fails, its experts do not enter: the slots stay free and the table stays true. The
+7. If a read fails, its experts do not enter: their slots stay free and the table stays true. If
+   anything is raised in a callback of ours, the layer forgets all of its experts. Either way the
    exception is kept, llama_decode returns an error, and the caller gets the exception from
-   `Engine.raise_kept`. If anything else is raised in a callback, the layer forgets its experts.
+   `Engine.raise_kept`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 
 from .budget import slots_bytes, ubatch_limit
+from .closing import Closing
 from .config import Config
 from .errors import ConfigError, NativeError
 from .experts import MoeLayer, MoeModel
@@ -34,7 +35,7 @@ from .stats import Stats
 NO_UBATCH_LIMIT = 2**31 - 1
 
 
-class Engine:
+class Engine(Closing):
     """Stream the routed experts of one model, for as long as it is open.
 
     A model that llama.cpp loads from `model.path` while the engine is open streams; it has to be
@@ -203,14 +204,3 @@ class Engine:
         self._stream.close()
         self._residencies.clear()  # their memory was the stream's
         self.pool.close()
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

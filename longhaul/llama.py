@@ -8,11 +8,11 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from .closing import Closing
 from .errors import DecodeError, ModelError
 from .library import lib_dir
 
@@ -36,7 +36,7 @@ def route_log() -> None:
     llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
 
 
-class Model:
+class Model(Closing):
     """Hold a loaded model; close it to free the memory."""
 
     def __init__(
@@ -71,19 +71,8 @@ class Model:
             llama_cpp.llama_model_free(self._model)
             self._model = None
 
-    def __enter__(self) -> "Model":
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Context:
+class Context(Closing):
     """Hold a context of a model: KV cache and compute buffers."""
 
     def __init__(
@@ -171,14 +160,3 @@ class Context:
         if self._context:
             llama_cpp.llama_free(self._context)
             self._context = None
-
-    def __enter__(self) -> "Context":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

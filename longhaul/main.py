@@ -11,7 +11,7 @@ from .options import (
     ToolCommand,
     help_llama_option,
     one_line_errors,
-    streaming_options,
+    streaming_tool,
 )
 
 
@@ -22,10 +22,7 @@ def main() -> None:
 
 
 @main.command("completion", cls=ToolCommand, context_settings=PASS_THROUGH)
-@ARGS
-@one_line_errors
-@streaming_options
-@help_llama_option("longhaul completion")
+@streaming_tool("longhaul completion")
 def completion(args: tuple[str, ...], config: Config | None, help_llama: bool) -> None:
     """Complete a text, as llama-completion does.
 
@@ -38,10 +35,7 @@ def completion(args: tuple[str, ...], config: Config | None, help_llama: bool) -
 
 
 @main.command("perplexity", cls=ToolCommand, context_settings=PASS_THROUGH)
-@ARGS
-@one_line_errors
-@streaming_options
-@help_llama_option("longhaul perplexity")
+@streaming_tool("longhaul perplexity")
 def perplexity(args: tuple[str, ...], config: Config | None, help_llama: bool) -> None:
     """Measure a model on a text, as llama-perplexity does.
 

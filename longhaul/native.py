@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import cffi
 
+from .closing import Closing
 from .errors import ConfigError, LonghaulError, NativeError, PatchError, ReadError
 from .library import build_id, header_text, lib_path
 from .stats import Counters, Stats
@@ -61,9 +61,6 @@ class StreamFunctions:
     on_complete: CompleteFunction
     on_reset: ResetFunction
     on_failure: FailureFunction
-
-
-H = TypeVar("H", bound="_Handle")
 
 
 @cache
@@ -126,31 +123,18 @@ def check(status: int) -> None:
         raise exception_for(status, message, lib.lh_last_errno())
 
 
-class _Handle:
-    """Own one native object; closing twice is harmless."""
+class _Handle(Closing):
+    """Own one native object."""
 
     def __init__(self, pointer: Any) -> None:
         self._pointer = pointer
 
     @property
     def pointer(self) -> Any:
+        """The native object; raises NativeError once closed."""
         if self._pointer is None:
             raise NativeError(f"{type(self).__name__} is closed")
         return self._pointer
-
-    def __enter__(self: H) -> H:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 class ReadPool(_Handle):

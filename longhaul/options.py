@@ -131,6 +131,15 @@ def help_llama_option(name: str) -> Callable[[F], F]:
     )
 
 
+def streaming_tool(name: str) -> Callable[[F], F]:
+    """Make a command's body out of a function of args, config and help_llama; `name` is shown."""
+
+    def add(command: F) -> F:
+        return ARGS(one_line_errors(streaming_options(help_llama_option(name)(command))))
+
+    return add
+
+
 _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
     click.option(
         "--longhaul/--no-longhaul",

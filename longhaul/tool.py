@@ -1,6 +1,5 @@
 """Runs one of llama.cpp's tools in this process while its model streams."""
 
-import os
 import re
 import resource
 import signal
@@ -102,11 +101,3 @@ def peak_rss_bytes() -> int:
             return int(peak[1]) * 1024
     maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return maxrss if sys.platform == "darwin" else maxrss * 1024
-
-
-def rss_bytes() -> int:
-    """Return the memory that this process has resident now; the peak where the kernel is silent."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return peak_rss_bytes()
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
