@@ -1,7 +1,6 @@
 // Streams as llama.cpp sees them: the hook of include/llama-stream-hook.h, and the C API of streams.
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <unordered_map>
 
@@ -31,6 +30,14 @@ static const char * refusal(const llama_model_params & params) {
         return "streamed experts cannot be validated at load; leave --check-tensors out";
     }
     return nullptr;
+}
+
+// Into llama.cpp's log.
+static void log_line(ggml_log_level level, const std::string & text) {
+    ggml_log_callback log  = nullptr;
+    void *            data = nullptr;
+    llama_log_get(&log, &data);
+    log(level, ("longhaul: " + text + "\n").c_str(), data);
 }
 
 // One load of a model. Loads without allocation only ask for shapes, so they do not hold the stream.
@@ -93,12 +100,12 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
         }
     });
     if (status != LH_STATUS_OK) {
-        std::fprintf(stderr, "longhaul: %s\n", lh_last_error());
+        log_line(GGML_LOG_LEVEL_ERROR, lh_last_error());
     }
     return status == LH_STATUS_OK;
 }
 
-// Into llama.cpp's log, which says what a new context is like.
+// Says what a new context is like.
 static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wanted) {
     int32_t least = INT32_MAX, most = 0, n_stages = 1;
     for (const stream_layer & layer : stream.layers) {
@@ -106,13 +113,10 @@ static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wa
         most     = std::max(most, layer.n_slots());
         n_stages = std::max(n_stages, stream.n_stages_of(layer, n_ubatch));
     }
-    const std::string text = "longhaul: n_ubatch = " + std::to_string(n_ubatch) + " of " + std::to_string(wanted) +
+    const std::string text = "n_ubatch = " + std::to_string(n_ubatch) + " of " + std::to_string(wanted) +
                              " asked for, " + std::to_string(least) + " to " + std::to_string(most) +
-                             " slots per layer, up to " + std::to_string(n_stages) + " stages per layer\n";
-    ggml_log_callback log  = nullptr;
-    void *            data = nullptr;
-    llama_log_get(&log, &data);
-    log(n_ubatch < wanted ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO, text.c_str(), data);
+                             " slots per layer, up to " + std::to_string(n_stages) + " stages per layer";
+    log_line(n_ubatch < wanted ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO, text);
 }
 
 static uint32_t hook_n_ubatch(void * handle, uint32_t wanted) {

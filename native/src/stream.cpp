@@ -113,6 +113,7 @@ void lh_stream::reset_tables() {
             tensor.slots = nullptr;
         }
         layer.plan.is_active = false;
+        layer.order.clear();
     }
     slot_bytes       = 0;
     repacked_bytes   = 0;
@@ -136,7 +137,8 @@ void lh_stream::release() {
 
 void lh_stream::bind(ggml_tensor * slots) {
     for (lh::stream_layer & layer : layers) {
-        for (lh::expert_tensor & tensor : layer.tensors) {
+        for (size_t i = 0; i < layer.tensors.size(); i++) {
+            lh::expert_tensor & tensor = layer.tensors[i];
             if (tensor.name != slots->name) {
                 continue;
             }
@@ -147,6 +149,7 @@ void lh_stream::bind(ggml_tensor * slots) {
             }
             tensor.kind  = lh::kind_of(slots);
             tensor.slots = slots;
+            layer.order.push_back(static_cast<int32_t>(i));
             slot_bytes += ggml_nbytes(slots);
             has_device_slots |= tensor.kind == lh::slot_kind::device;
             if (tensor.kind == lh::slot_kind::repacked) {

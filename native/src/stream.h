@@ -81,9 +81,9 @@ struct stream_layer {
     std::vector<int32_t>        expert_of;
     std::vector<int64_t>        last_use;
     std::vector<expert_tensor>  tensors;
-    std::vector<int32_t>        order;                        // of the tensors in the graph, as seen last
+    std::vector<int32_t>        order; // of the tensors that have slots: as in the graph, once that was seen
     stage_plan                  plan;
-    std::unique_ptr<read_batch> ahead;                        // reads that were started before the router spoke
+    std::unique_ptr<read_batch> ahead; // reads that were started before the router spoke
 
     std::map<std::pair<int32_t, int32_t>, sync_point> points; // by tensor and stage
 

@@ -185,13 +185,7 @@ void lh_stream::plan_stages(lh::stream_layer & layer, const ggml_tensor * ids) {
     lh::stage_plan & plan = layer.plan;
     settle_ahead(layer);
     collect(layer, ids);
-    plan.n_stages = layer.n_stages_for(ids->ne[0] * ids->ne[1]);
-    layer.order.clear();
-    for (size_t i = 0; i < layer.tensors.size(); i++) {
-        if (layer.tensors[i].slots) {
-            layer.order.push_back(static_cast<int32_t>(i));
-        }
-    }
+    plan.n_stages       = layer.n_stages_for(ids->ne[0] * ids->ne[1]);
     plan.is_from_caller = !layer.missing.empty();
     if (plan.is_from_caller) {
         request_plan(layer, plan.n_stages);
