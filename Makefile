@@ -67,6 +67,7 @@ clean:
 	rm -rf $(VENV) build
 
 # Each line ends the run with what to install when a tool is missing or too old.
+CC_FOUND = $(if $(filter default,$(origin CC)),$(call find,cc gcc clang),$(call find,$(CC)))
 CXX_FOUND = $(if $(filter default,$(origin CXX)),$(call find,c++ g++ clang++),$(call find,$(CXX)))
 find = $(firstword $(foreach name,$(1),$(shell command -v $(name) 2>/dev/null;)))
 try = $(filter ok,$(shell ($(1)) >/dev/null 2>&1 && echo ok))
@@ -79,6 +80,7 @@ check:
 	$(if $(call find,cmake),,$(error cmake is missing: apt-get install cmake (3.21 or newer)))
 	$(if $(call try,cmake --version | awk 'NR == 1 { split($$3, v, "."); exit !(v[1] * 1000 + v[2] >= 3021) }'),,$(error cmake is too old: 3.21 or newer is needed))
 	$(if $(CXX_FOUND),,$(error no C++ compiler found: apt-get install g++))
+	$(if $(CC_FOUND),,$(error no C compiler found: apt-get install gcc))
 	$(if $(call try,$(CXX17) | $(CXX_FOUND) -std=c++17 -x c++ -fsyntax-only -),,$(error $(CXX_FOUND) cannot compile C++17: GCC 9, clang 10 or newer is needed (apt-get install g++)))
 	$(if $(call find,git patch),,$(error git or patch is missing: apt-get install patch))
 	@:
@@ -87,11 +89,10 @@ $(VENV)/.created: | check
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(SDIST): | $(VENV)/.created
-	$(BIN)/python native/get_source.py fetch --cache $(LONGHAUL_CACHE_DIR)
-
 # The bindings alone: they load our patched libraries, so llama.cpp is not compiled a second time.
-$(VENV)/.bindings: $(VENV)/.created | $(SDIST)
+# A package that is there already is verified as well, before any of its code runs.
+$(VENV)/.bindings: $(VENV)/.created
+	$(BIN)/python native/get_source.py fetch --cache $(LONGHAUL_CACHE_DIR)
 	CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(BIN)/python -m pip install --disable-pip-version-check $(SDIST)
 	@touch $@
 

@@ -10,7 +10,6 @@ import argparse
 import filecmp
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -75,7 +74,7 @@ def download(folder: Path) -> None:
     if subprocess.run(command, check=False).returncode != 0:
         raise SourceError(
             f"pip could not download {PACKAGE} {VERSION} (its own message stands above); "
-            f"with {SDIST_NAME} at hand pass -DLONGHAUL_LLAMA_SDIST=FILE to cmake"
+            f"with {SDIST_NAME} at hand put it into build/downloads, or LONGHAUL_CACHE_DIR"
         )
 
 
@@ -175,15 +174,13 @@ def files_below(folder: Path) -> set[Path]:
 
 def build_id(root: Path) -> str:
     """Return the 12 hex digits that tie the libraries to this checkout's patches and C API."""
-    digest = hashlib.sha256()
-    for patch in patches_in(root / "patches"):
-        digest.update(patch.read_bytes())
-    digest.update((root / "native" / "include" / "longhaul.h").read_bytes())
-    found = re.search(r'^version = "([^"]+)"$', (root / "pyproject.toml").read_text(), re.M)
-    if found is None:
-        raise SourceError(f"{root / 'pyproject.toml'}: no line 'version = \"...\"'")
-    digest.update(found[1].encode())
-    return digest.hexdigest()[:12]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from longhaul.library import PatchError, source_build_id  # imports nothing that is installed
+
+    try:
+        return source_build_id(root)
+    except PatchError as e:
+        raise SourceError(str(e)) from e
 
 
 def patches_in(folder: Path) -> list[Path]:

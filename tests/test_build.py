@@ -250,7 +250,7 @@ def check_with(folder: Path, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-TOOLS = ["awk", "bash", "c++", "cmake", "getconf", "patch", "sh"]
+TOOLS = ["awk", "bash", "c++", "cc", "cmake", "getconf", "patch", "sh"]
 
 
 def write_tool(folder: Path, name: str, script: str) -> None:
@@ -269,6 +269,7 @@ def test_check_passes_with_all_tools(tmp_path: Path) -> None:
     [
         ("cmake", "cmake is missing: apt-get install cmake"),
         ("c++", r"no C++ compiler found: apt-get install g++"),
+        ("cc", "no C compiler found: apt-get install gcc"),
         ("patch", "git or patch is missing: apt-get install patch"),
     ],
 )
@@ -311,3 +312,12 @@ def test_unfit_python_is_named(script: str, message: str, tmp_path: Path) -> Non
     assert done.returncode != 0
     assert len(done.stderr.splitlines()) == 1
     assert message in done.stderr
+
+
+def test_package_is_verified_before_pip_runs_its_code() -> None:
+    command = ["make", "-n", "-W", ".venv/.created", "-C", str(ROOT), ".venv/.bindings"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    steps = [line for line in done.stdout.splitlines() if "python" in line]
+    fetch = next(i for i, line in enumerate(steps) if "get_source.py fetch" in line)
+    install = next(i for i, line in enumerate(steps) if "llama_cpp_python" in line)
+    assert fetch < install
