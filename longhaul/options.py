@@ -150,6 +150,7 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
     click.option(
         "--longhaul-cache",
         envvar="LONGHAUL_CACHE",
+        show_envvar=True,
         metavar="SIZE",
         default="auto",
         show_default=True,
@@ -159,6 +160,7 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
     click.option(
         "--longhaul-io-threads",
         envvar="LONGHAUL_IO_THREADS",
+        show_envvar=True,
         metavar="N",
         default="4",
         show_default=True,
@@ -167,6 +169,7 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
     click.option(
         "--longhaul-policy",
         envvar="LONGHAUL_POLICY",
+        show_envvar=True,
         metavar="NAME",
         default="lru",
         show_default=True,
@@ -175,6 +178,7 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
     click.option(
         "--longhaul-ubatch",
         envvar="LONGHAUL_UBATCH",
+        show_envvar=True,
         metavar="MODE",
         default="auto",
         show_default=True,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_planner import Case as WholeCase
 from test_planner import check_consistent, state
 
 from longhaul.planner import (
@@ -23,23 +24,8 @@ every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
 
 
 @dataclass(frozen=True)
-class Case:
-    n_expert: int
-    n_slots: int
-    resident: dict[int, int]  # slot by expert
-    last_use: list[int]
-    needed: list[int]
+class Case(WholeCase):
     n_rows: list[int]
-
-    @property
-    def missing(self) -> list[int]:
-        return [expert for expert in self.needed if expert not in self.resident]
-
-    def residency(self, policy: str = "lru") -> Residency:
-        slot_of, expert_of = [-1] * self.n_expert, [-1] * self.n_slots
-        made = Residency(slot_of, expert_of, self.last_use, POLICIES[policy])
-        made.apply(Plan(loads=tuple(self.resident.items()), victims=()))
-        return made
 
     def plan(self, residency: Residency) -> StagedPlan:
         return plan_stages(residency, self.needed, self.n_rows, self.missing)
@@ -61,13 +47,13 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_every_needed_expert_is_in_exactly_one_stage(case: Case) -> None:
-    places = case.plan(case.residency()).places
+    places = case.plan(case.residency("lru")).places
     assert sorted(place.expert for place in places) == sorted(case.needed)
 
 
 @given(cases())
 def test_missing_experts_are_loaded_once_and_resident_ones_not_at_all(case: Case) -> None:
-    places = case.plan(case.residency()).places
+    places = case.plan(case.residency("lru")).places
     assert sorted(place.expert for place in places if place.is_load) == sorted(case.missing)
     for place in places:
         if not place.is_load:
@@ -77,7 +63,7 @@ def test_missing_experts_are_loaded_once_and_resident_ones_not_at_all(case: Case
 
 @given(cases())
 def test_a_slot_serves_one_expert_a_stage_and_its_own_first(case: Case) -> None:
-    places = sorted(case.plan(case.residency()).places, key=lambda p: (p.slot, p.stage))
+    places = sorted(case.plan(case.residency("lru")).places, key=lambda p: (p.slot, p.stage))
     assert all(0 <= place.slot < case.n_slots for place in places)
     for before, place in itertools.pairwise(places):
         if before.slot == place.slot:
@@ -87,7 +73,7 @@ def test_a_slot_serves_one_expert_a_stage_and_its_own_first(case: Case) -> None:
 
 @given(cases())
 def test_stages_are_as_many_as_the_graph_has(case: Case) -> None:
-    places = case.plan(case.residency()).places
+    places = case.plan(case.residency("lru")).places
     used = {place.stage for place in places}
     assert used == set(range(len(used)))
     if len(case.needed) > case.n_slots:
@@ -98,14 +84,14 @@ def test_stages_are_as_many_as_the_graph_has(case: Case) -> None:
 def test_few_experts_fit_the_stages_of_a_graph_made_for_more(case: Case) -> None:
     """A graph is made for what a ubatch could select; what it does select may be less."""
     if case.n_slots < case.n_expert:
-        used = {place.stage for place in case.plan(case.residency()).places}
+        used = {place.stage for place in case.plan(case.residency("lru")).places}
         n_selected = max(len(case.needed), case.n_slots + 1)
         assert len(used) <= stage_count(n_selected, case.n_slots)
 
 
 @given(cases())
 def test_consecutive_loading_stages_use_different_slots_where_there_are_two(case: Case) -> None:
-    places = case.plan(case.residency()).places
+    places = case.plan(case.residency("lru")).places
     loaded: dict[int, set[int]] = {}
     for place in places:
         if place.is_load:
@@ -143,7 +129,7 @@ def test_what_is_entered_in_the_end_is_what_the_slots_hold(policy: str, case: Ca
 
 @given(cases())
 def test_slots_that_nothing_needs_are_overwritten_first(case: Case) -> None:
-    places = case.plan(case.residency()).places
+    places = case.plan(case.residency("lru")).places
     overwritten = {place.slot for place in places if place.is_load}
     needed = {case.resident[e] for e in case.needed if e in case.resident}
     idle = set(range(case.n_slots)) - needed
@@ -160,7 +146,7 @@ def test_the_most_used_experts_are_resident_in_the_end() -> None:
         needed=list(range(12)),
         n_rows=[9, 1, 1, 1, 5, 2, 8, 2, 2, 7, 2, 2],
     )
-    residency = case.residency()
+    residency = case.residency("lru")
     step = case.plan(residency)
     residency.evict(step)
     residency.apply(step)
@@ -178,7 +164,7 @@ def test_stage_count(n_selected: int, n_slots: int, n_stages: int) -> None:
 @given(cases())
 def test_a_stage_is_loaded_while_another_is_computed(case: Case) -> None:
     """From two slots that take turns on, no stage of loads waits for the one before it."""
-    places = case.plan(case.residency()).places
+    places = case.plan(case.residency("lru")).places
     if case.n_slots - kept_slots(case.n_slots) < 2:
         return
     by_stage: dict[int, set[int]] = {}
@@ -191,7 +177,7 @@ def test_a_stage_is_loaded_while_another_is_computed(case: Case) -> None:
 
 @given(cases())
 def test_reading_ahead_fills_free_slots_and_nothing_else(case: Case) -> None:
-    residency = case.residency()
+    residency = case.residency("lru")
     before = state(residency)
     step = plan_ahead(residency, 3 * case.n_expert)
     assert state(residency) == before
