@@ -52,4 +52,4 @@ def test_staged_prompt(benchmark: BenchmarkFixture, n_expert: int, n_slots: int)
     """A ubatch that needs every expert."""
     residency, _ = full_residency(n_expert, n_slots)
     needed = list(range(n_expert))
-    benchmark(plan_stages, residency, needed, [8] * n_expert, needed[n_slots:])
+    benchmark(plan_stages, residency, needed, needed[n_slots:])

@@ -50,6 +50,8 @@ def counters(stats: Stats) -> dict[str, object]:
         found[f"{name}_compute_s"] = c.compute_s
         found[f"{name}_wait_s"] = c.wait_s
         found[f"{name}_read_s"] = c.read_s
+        found[f"{name}_plan_s"] = c.plan_s
+        found[f"{name}_repack_s"] = c.repack_s
     return found
 
 

@@ -8,9 +8,9 @@ The round trip of a miss:
 3. The planner says which victims leave, which slots the missing experts get and, where the ubatch
    selects more experts than there are slots, in which stage each is computed. It changes nothing.
 4. The victims leave the slot table, since their bytes are about to be overwritten.
-5. With one stage, `Stream.load` reads all slices of all missing experts at once, and the loads
-   enter the slot table. With more, `Stream.set_stages` hands the plan over; the native side reads
-   one stage while another is computed, and `_on_complete` enters what is resident in the end.
+5. `Stream.load`, or `Stream.set_stages` where experts take turns in the slots, hands the plan over.
+   The native side reads one stage while another is computed, and `_on_complete` enters what is
+   resident in the end into the slot table.
 6. While a layer of a long prompt is computed, `_on_ahead` may fill free slots of the next one.
 7. If a read fails, its experts do not enter: their slots stay free and the table stays true. If
    anything is raised in a callback of ours, the layer forgets all of its experts. Either way the
@@ -100,8 +100,11 @@ class Engine(Closing):
         return stream
 
     def _shape(self, layer: MoeLayer, n_slots: int) -> LayerShape:
-        selected = range(layer.n_expert + 1)
-        stages = [1 if self._ubatch == "shrink" else stage_count(n, n_slots) for n in selected]
+        if self._ubatch == "shrink":
+            stages = [1] * (layer.n_expert + 1)
+        else:
+            selected = range(layer.n_expert + 1)
+            stages = [stage_count(n, n_slots, layer.n_expert) for n in selected]
         return LayerShape(layer.layer, layer.n_expert, layer.n_expert_used, n_slots, stages)
 
     def _functions(self) -> StreamFunctions:
@@ -131,13 +134,13 @@ class Engine(Closing):
     def _on_plan(self, request: Request) -> None:
         self._loading.pop(request.layer_index, None)
         with self._changing(request.layer_index) as residency:
-            if request.n_stages == 1:
+            if request.n_stages <= 2:
                 step = plan(residency, request.needed, request.missing)
                 self._evict(residency, step)
                 self._stream.load(request.layer_index, step.loads)
-                residency.apply(step)
+                self._loading[request.layer_index] = step
             else:
-                staged = plan_stages(residency, request.needed, request.n_rows, request.missing)
+                staged = plan_stages(residency, request.needed, request.missing)
                 self._evict(residency, staged)
                 self._stream.set_stages(request.layer_index, staged.places)
                 self._loading[request.layer_index] = staged

@@ -1,5 +1,6 @@
 """Plans a run: slots, context and memory, and the lines that say so."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import report
@@ -20,7 +21,7 @@ from .budget import (
 )
 from .config import Config
 from .errors import ConfigError
-from .experts import MoeModel
+from .experts import MoeLayer, MoeModel
 from .planner import stage_count
 
 PROCESS_BYTES = 96 * 2**20  # Python, numpy and the libraries, as measured on x86-64 Linux
@@ -39,6 +40,7 @@ class RunPlan:
     automatic: bool
     n_ubatch: int
     n_ubatch_asked: int
+    n_stages: int  # the most that a layer takes in a whole ubatch
     n_ctx_cut: int  # 0: as asked
     memory: BudgetPlan
     limit_known: bool
@@ -47,14 +49,6 @@ class RunPlan:
     def extra_args(self) -> list[str]:
         """What the tool has to be told."""
         return ["--ctx-size", str(self.n_ctx_cut)] if self.n_ctx_cut else []
-
-    @property
-    def n_stages(self) -> int:
-        """The most stages that a layer takes in a whole ubatch."""
-        return max(
-            stage_count(min(self.n_ubatch * layer.n_expert_used, layer.n_expert), count)
-            for layer, count in zip(self.model.layers, self.n_slots, strict=True)
-        )
 
     @property
     def planned(self) -> report.PlannedMemory:
@@ -116,9 +110,11 @@ def plan_run(
     else:
         budget_bytes = config.cache_bytes
     n_slots = plan_slots(model.layers, budget_bytes, least)
-    n_ubatch = sizes.n_ubatch
+    n_ubatch, n_stages = sizes.n_ubatch, 1
     if config.ubatch == "shrink":
         n_ubatch = effective_ubatch(model.layers, n_slots, n_ubatch)
+    else:
+        n_stages = most_stages(model.layers, n_slots, n_ubatch)
     return RunPlan(
         model=model,
         n_slots=n_slots,
@@ -126,9 +122,21 @@ def plan_run(
         automatic=config.cache_bytes is None,
         n_ubatch=n_ubatch,
         n_ubatch_asked=sizes.n_ubatch,
+        n_stages=n_stages,
         n_ctx_cut=n_ctx_cut,
         memory=plan_memory(model, known, replace(sizes, n_ubatch=n_ubatch)),
         limit_known=limit is not None,
+    )
+
+
+def most_stages(layers: Sequence[MoeLayer], n_slots: Sequence[int], n_ubatch: int) -> int:
+    """Return the most stages that a layer takes in a ubatch of so many tokens; 1 without layers."""
+    return max(
+        (
+            stage_count(min(n_ubatch * layer.n_expert_used, layer.n_expert), count, layer.n_expert)
+            for layer, count in zip(layers, n_slots, strict=True)
+        ),
+        default=1,
     )
 
 

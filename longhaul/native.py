@@ -33,7 +33,6 @@ class Request:
     layer_index: int
     n_stages: int
     needed: list[int]
-    n_rows: list[int]
     missing: list[int]
 
 
@@ -236,7 +235,6 @@ class Stream(_Handle):
                     r.layer_index,
                     r.n_stages,
                     unpack(r.needed, r.n_needed),
-                    unpack(r.n_rows, r.n_needed),
                     unpack(r.missing, r.n_missing),
                 )
                 on_plan(request)
@@ -320,10 +318,7 @@ class Stream(_Handle):
         )
 
     def load(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
-        """Read (expert, slot) pairs into their slots, all at once; raises ReadError.
-
-        Only in on_plan.
-        """
+        """Have all that is missing read into slots: (expert, slot) pairs. Only in on_plan."""
         items = _ffi().new("lh_load[]", loads)
         check(_lib().lh_stream_load(self.pointer, layer_index, items, len(loads)))
 
@@ -364,7 +359,9 @@ def _counters(c: Any) -> Counters:
         read_bytes=c.read_bytes,
         compute_s=c.compute_us / 1e6,
         wait_s=c.wait_us / 1e6,
+        plan_s=c.plan_us / 1e6,
         read_s=c.read_us / 1e6,
+        repack_s=c.repack_us / 1e6,
         n_errors=c.n_errors,
     )
 

@@ -78,36 +78,37 @@ def kept_slots(n_slots: int) -> int:
     return n_slots // 4
 
 
-def stage_count(n_selected: int, n_slots: int) -> int:
+def stage_count(n_selected: int, n_slots: int, n_expert: int) -> int:
     """Return the stages that always suffice for a ubatch that selects up to `n_selected` experts.
 
-    One where the slots hold them all. Else two for what is resident, and two for each round of the
-    slots that take turns, whose halves are loaded and computed in turn.
+    One where the slots hold every expert, so that misses are few. Two where they hold all of the
+    selected: those that are missing are read while the others are computed. Else two for what is
+    resident, and two for each round of the slots that take turns, whose halves are loaded and
+    computed in turn.
     """
-    if n_selected <= n_slots:
+    if n_slots >= n_expert:
         return 1
+    if n_selected <= n_slots:
+        return 2
     n_turning = n_slots - kept_slots(n_slots)
     if n_turning == 1:
         return 1 + n_selected
     return 2 + 2 * -(-n_selected // n_turning)
 
 
-def plan_stages(
-    residency: Residency, needed: Sequence[int], n_rows: Sequence[int], missing: Sequence[int]
-) -> StagedPlan:
+def plan_stages(residency: Residency, needed: Sequence[int], missing: Sequence[int]) -> StagedPlan:
     """Place every needed expert in one stage, and in a slot.
 
-    Resident experts come first. Slots that nothing needs are loaded before slots of resident
-    experts, of which those with most rows keep theirs. Where the first slots to be loaded hold
-    needed experts, these have a stage of their own before the other resident ones, so that the
-    slots are loaded while the others are computed. Missing experts follow in order of their rows,
-    so that the ones with most are resident in the end. `n_rows` counts the rows of each of
-    `needed`.
+    `needed`, and of them `missing`, are in the order of their last rows, so those that come last
+    are what decoding will most likely want next. Resident experts are computed first. Slots that
+    nothing needs are loaded before slots of resident experts, of which the last needed keep theirs.
+    Where the first slots to be loaded hold needed experts, these have a stage of their own before
+    the other resident ones, so that the slots are loaded while the others are computed. Missing
+    experts follow in their order, so that the last needed are resident in the end.
     """
-    rows = dict(zip(needed, n_rows, strict=True))
     slot_of = residency.slot_of
-    hits = sorted((e for e in needed if slot_of[e] >= 0), key=lambda e: (rows[e], e))
-    queue = sorted(missing, key=lambda e: (rows[e], e))
+    hits = [expert for expert in needed if slot_of[expert] >= 0]
+    queue = list(missing)
     hit_slots = [slot_of[expert] for expert in hits]
     idle = _idle_slots(residency, set(hit_slots), len(queue))
     turning = idle

@@ -14,8 +14,10 @@ class Counters:
     n_evictions: int = 0
     read_bytes: int = 0
     compute_s: float = 0.0  # whole ubatches, waiting included
-    wait_s: float = 0.0  # from a miss until its layer can go on
-    read_s: float = 0.0  # of that, reading
+    wait_s: float = 0.0  # of that, from a miss until its layer can go on
+    plan_s: float = 0.0  # of that, planning
+    read_s: float = 0.0  # of that, waiting for reads
+    repack_s: float = 0.0  # of that, repacking what has been read
     n_errors: int = 0
 
     def __add__(self, other: "Counters") -> "Counters":

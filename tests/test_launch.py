@@ -188,13 +188,13 @@ def test_there_are_more_stages_the_fewer_slots_there_are_and_one_where_all_fit(
     assert stages == sorted(stages, reverse=True)
     assert stages[-1] == 1
     one = plan_run(MODEL, replace(SIZES, n_ubatch=1), Config(cache_bytes=8 * MIB))
-    assert one.n_stages == 1  # a token selects 4 experts
+    assert one.n_stages == 2  # the 4 experts of a token: those in slots, and those missing
 
 
 def test_a_smaller_ubatch_stays_as_asked(free: SetLimit) -> None:
     plan = plan_run(MODEL, replace(SIZES, n_ubatch=2), Config(cache_bytes=20 * MIB))
     assert plan.n_ubatch == 2
-    assert "ubatch  2" in plan.lines()
+    assert "ubatch  2, in up to 2 stages per layer" in plan.lines()
 
 
 def test_compute_buffers_are_those_of_the_ubatch_that_runs(free: SetLimit) -> None:

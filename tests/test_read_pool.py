@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longhaul import native
 from longhaul.errors import ConfigError, NativeError, ReadError
 from longhaul.native import ReadPool
 
@@ -40,6 +41,33 @@ def test_ranges_of_any_alignment_are_read(known: Path, n_threads: int, uncached:
         assert pool.open_file(known, uncached) == 0
         got = pool.read(ranges)
     assert got == [content[start : start + size] for _, start, size in ranges]
+
+
+@pytest.mark.parametrize("distance", [0, 32, 512])
+def test_reads_land_where_they_belong(known: Path, distance: int) -> None:
+    """At addresses as far from a block as the offset, where direct reads need no copy, and others.
+
+    What lies around the destination stays as it is.
+    """
+    ffi, lib = native._ffi(), native._lib()
+    content = known.read_bytes()
+    memory = ffi.new("uint8_t[]", 800_000)
+    first = -int(ffi.cast("uintptr_t", memory)) % 4096  # index of the first block
+    with ReadPool(2, CHUNK) as pool:
+        pool.open_file(known, True)
+        for offset, size in [
+            (8192, 65536),
+            (8192 + 96, 300_000),
+            (4000, 97),
+            (SIZE - 70_000, 70_000),
+        ]:
+            ffi.buffer(memory)[:] = b"\xaa" * 800_000
+            start = first + 4096 + offset % 4096 + distance
+            read = ffi.new("lh_read *", (0, offset, size, memory + start))
+            native.check(lib.lh_read_pool_read(pool.pointer, read, 1))
+            around = ffi.buffer(memory)[:start] + ffi.buffer(memory)[start + size :]
+            assert ffi.buffer(memory)[start : start + size] == content[offset : offset + size]
+            assert around == b"\xaa" * (800_000 - size)
 
 
 def test_mode_is_told(known: Path) -> None:

@@ -109,30 +109,30 @@ typedef struct lh_counters {
     int64_t n_evictions;
     int64_t read_bytes;
     int64_t compute_us; // from the start to the end of the ubatches, waiting included
-    int64_t wait_us;    // from a sync that misses something to the moment the layer can go on, planning included
+    int64_t wait_us;    // of that, from a sync that misses something to the moment the layer can go on
+    int64_t plan_us;    // of that, planning
     int64_t read_us;    // of that, waiting for reads
+    int64_t repack_us;  // of that, repacking what has been read
     int64_t n_errors;
 } lh_counters;
 
-// What a layer needs in one ubatch: distinct experts in the order of their first row.
+// What a layer needs in one ubatch: distinct experts, those whose last row (token, choice) comes later later.
 typedef struct lh_request {
     int32_t         layer_index; // in lh_stream_params.shapes
     int32_t         n_stages;    // of the graph: 1 or more
     int32_t         n_needed;
     int32_t         n_missing;
     const int32_t * needed;  // [n_needed]
-    const int32_t * n_rows;  // [n_needed]   rows (token, choice) of each needed expert
     const int32_t * missing; // [n_missing]  those of the needed that no slot holds
 } lh_request;
 
-// Plan a layer. Called on the computing thread, unless all is resident and there is one stage.
-// With one stage, LH_STATUS_OK promises that slot_of of all needed experts is valid. With more, that lh_stream_set_stages was
-// called. Anything else fails the ubatch.
+// Plan a layer that misses something. Called on the computing thread. LH_STATUS_OK promises that lh_stream_load or
+// lh_stream_set_stages was called. Anything else fails the ubatch.
 typedef lh_status (*lh_plan_fn)(void * user_data, const lh_request * request);
 // A layer's ubatch is about to be computed, and all of its reads are under way: lh_stream_load_ahead may be called for this
 // layer, which comes next. Asked only where more rows are routed than there are experts. Anything but LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_ahead_fn)(void * user_data, int32_t layer_index, int64_t n_selected);
-// What lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch ended before that,
+// What lh_stream_load, lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch ended before that,
 // will not be: is_read is false, and the slots hold anything. Anything but LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_complete_fn)(void * user_data, int32_t layer_index, bool is_read);
 // The running ubatch fails with this status, and lh_last_error() says why. Called on the computing thread, once a ubatch.
@@ -181,8 +181,8 @@ LH_API void lh_stream_slot_bytes(const lh_stream * stream, int64_t * total, int6
 // Phase of the running ubatch; LH_N_PHASES outside of one.
 LH_API lh_phase lh_stream_phase(const lh_stream * stream);
 
-// Read every tensor's slice of the experts into the slots, all in one batch. Does not touch the slot table. After a failure
-// the slots hold anything. To be called from on_plan.
+// Have all that is missing read into these slots, where all that is needed fits in the slots of the layer at once. What is
+// there already is computed in the first stage, what is read in the last. To be called from on_plan.
 LH_API lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
 
 // Start to read experts into free slots of a layer; on_complete says when they are there, before the layer's plan is asked for.

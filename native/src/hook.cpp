@@ -86,6 +86,14 @@ static int64_t hook_n_slots(void * handle, const char * name) {
     return 0;
 }
 
+static ggml_backend_buffer * hook_alloc(void * handle, ggml_context * ctx, ggml_backend_buffer_type * buft) {
+    ggml_backend_buffer * buffer = nullptr;
+    if (guarded([&] { buffer = static_cast<model_handle *>(handle)->stream->alloc(ctx, buft); }) != LH_STATUS_OK) {
+        log_line(GGML_LOG_LEVEL_ERROR, lh_last_error());
+    }
+    return buffer;
+}
+
 static bool hook_bind(void * handle, ggml_tensor * slots) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     lh_stream *                 stream = static_cast<model_handle *>(handle)->stream;
@@ -111,7 +119,7 @@ static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wa
     for (const stream_layer & layer : stream.layers) {
         least    = std::min(least, layer.n_slots());
         most     = std::max(most, layer.n_slots());
-        n_stages = std::max(n_stages, stream.n_stages_of(layer, n_ubatch));
+        n_stages = std::max(n_stages, stream.n_stages_for(layer, int64_t(n_ubatch) * layer.n_expert_used));
     }
     const std::string text = "n_ubatch = " + std::to_string(n_ubatch) + " of " + std::to_string(wanted) +
                              " asked for, " + std::to_string(least) + " to " + std::to_string(most) +
@@ -137,7 +145,7 @@ static int32_t hook_n_stages(const ggml_tensor * weight, int64_t n_selected) {
         return 0;
     }
     const stream_layer & layer = *it->second.layer;
-    return layer.stream->can_stage() ? layer.n_stages_for(n_selected) : 1;
+    return layer.stream->n_stages_for(layer, n_selected);
 }
 
 static void * hook_stage(const ggml_tensor * weight, int32_t stage) {
@@ -147,7 +155,7 @@ static void * hook_stage(const ggml_tensor * weight, int32_t stage) {
         return nullptr;
     }
     stream_layer & layer  = *it->second.layer;
-    const int32_t  tensor = stage < 0 ? -1 : it->second.tensor;
+    const int32_t  tensor = it->second.tensor;
     sync_point &   point  = layer.points[{ tensor, stage }];
     point                 = { &layer, tensor, stage };
     return &point;
@@ -166,22 +174,26 @@ static bool hook_end(void * handle) {
 }
 
 static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_tensor *, int ith, int, void * userdata) {
-    if (ith != 0) {
-        return;
-    }
     const sync_point & point  = *static_cast<sync_point *>(userdata);
     lh_stream *        stream = point.layer->stream;
     if (stream->phase == LH_N_PHASES) {
         GGML_ABORT("longhaul: a graph with streamed experts was computed outside of llama_decode");
     }
-    if (!stream->has_failed && !stream->is_dry) {
-        const lh_status status = guarded([&] { stream->sync(point, dst, ids); });
-        if (status == LH_STATUS_OK) {
-            return;
-        }
-        stream->fail(status);
+    if (ith != 0) {
+        stream->follow(ith);
+        return;
     }
-    std::memset(dst->data, 0, ggml_nbytes(dst)); // valid ids for what still runs; nobody gets its results
+    lh_status status = LH_STATUS_STATE;
+    if (!stream->has_failed && !stream->is_dry) {
+        status = guarded([&] { stream->sync(point, dst, ids); });
+        if (status != LH_STATUS_OK) {
+            stream->fail(status);
+        }
+    }
+    if (status != LH_STATUS_OK) {
+        std::memset(dst->data, 0, ggml_nbytes(dst)); // valid ids for what still runs; nobody gets its results
+    }
+    stream->release_crew();
 }
 
 static const llama_stream_hook hook = {
@@ -189,6 +201,7 @@ static const llama_stream_hook hook = {
     /* open      */ hook_open,
     /* close     */ hook_close,
     /* n_slots   */ hook_n_slots,
+    /* alloc     */ hook_alloc,
     /* bind      */ hook_bind,
     /* n_ubatch  */ hook_n_ubatch,
     /* n_nodes   */ hook_n_nodes,

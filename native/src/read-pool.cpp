@@ -1,6 +1,7 @@
 #include "read-pool.h"
 
 #include <fcntl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,8 +11,16 @@
 
 namespace lh {
 
-// File offset, length and address of a direct read are multiples of this: no block device in use has larger blocks.
-static constexpr int64_t block_bytes = 4096;
+// Times that a thread looks whether the leader is done before it sleeps: some ten microseconds.
+static constexpr int n_spins = 1000;
+
+static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
 
 static int64_t align_down(int64_t n) {
     return n / block_bytes * block_bytes;
@@ -82,6 +91,52 @@ static const uint8_t * read_into(const read_file & file, int64_t offset, int64_t
     return buffer + (offset - start);
 }
 
+#if defined(O_DIRECT)
+// Reads to an address that is as far from a block as the offset is: whole blocks to where they belong, the ends by way of the
+// buffer. False: something was short or interrupted, and nothing is known.
+static bool read_in_place(const read_file & file, const read_chunk & chunk, uint8_t * buffer) {
+    const int64_t first = align_up(chunk.offset);
+    const int64_t last  = align_down(chunk.offset + chunk.size);
+    const int64_t start = align_down(chunk.offset);
+    const int64_t end   = align_up(chunk.offset + chunk.size);
+    uint8_t *     tail  = buffer + block_bytes;
+
+    struct iovec parts[3];
+    int          n_parts = 0;
+    if (start < first) {
+        parts[n_parts++] = { buffer, block_bytes };
+    }
+    parts[n_parts++] = { chunk.dst + (first - chunk.offset), static_cast<size_t>(last - first) };
+    if (last < end) {
+        parts[n_parts++] = { tail, block_bytes };
+    }
+    if (preadv(file.fd, parts, n_parts, start) < chunk.offset + chunk.size - start) {
+        return false;
+    }
+    std::memcpy(chunk.dst, buffer + (chunk.offset - start), first - chunk.offset);
+    std::memcpy(chunk.dst + (last - chunk.offset), tail, chunk.offset + chunk.size - last);
+    return true;
+}
+#endif
+
+static void read(const read_file & file, const read_chunk & chunk, uint8_t * buffer) {
+    if (!chunk.dst) {
+        chunk.sink(read_into(file, chunk.offset, chunk.size, buffer));
+        return;
+    }
+    if (file.mode != LH_FILE_MODE_DIRECT) {
+        read_into(file, chunk.offset, chunk.size, chunk.dst);
+        return;
+    }
+#if defined(O_DIRECT)
+    const bool is_congruent = (reinterpret_cast<uintptr_t>(chunk.dst) - chunk.offset) % block_bytes == 0;
+    if (is_congruent && chunk.size >= 2 * block_bytes && read_in_place(file, chunk, buffer)) {
+        return;
+    }
+#endif
+    std::memcpy(chunk.dst, read_into(file, chunk.offset, chunk.size, buffer), chunk.size);
+}
+
 // Switches caching off, proved by one real read.
 static lh_file_mode probe_uncached(read_file & file) {
 #if defined(F_NOCACHE)
@@ -103,6 +158,13 @@ static lh_file_mode probe_uncached(read_file & file) {
 #else
     return LH_FILE_MODE_CACHED;
 #endif
+}
+
+void crew::reset() {
+    n_entered.fill(0);
+    n_done    = 0;
+    is_held   = false;
+    worked_us = 0;
 }
 
 } // namespace lh
@@ -148,21 +210,6 @@ int64_t lh_read_pool::buffer_bytes() const {
     return static_cast<int64_t>(workers.size()) * (chunk_bytes + 2 * lh::block_bytes);
 }
 
-void lh_read_pool::reserve(int64_t size) {
-    if (size <= chunk_bytes) {
-        return;
-    }
-    const int64_t                aligned = lh::align_up(size);
-    std::unique_lock<std::mutex> lock(mutex);
-    done.wait(lock, [&] { return jobs.empty() && n_busy == 0; });
-    for (worker & w : workers) {
-        uint8_t * buffer = lh::allocate_buffer(aligned + 2 * lh::block_bytes);
-        std::free(w.buffer);
-        w.buffer = buffer;
-    }
-    chunk_bytes = aligned;
-}
-
 int32_t lh_read_pool::open_file(const char * path, bool uncached) {
     lh::read_file file;
     file.path = path;
@@ -196,27 +243,103 @@ void lh_read_pool::submit(std::vector<lh::read_chunk> chunks, lh::read_batch & b
     {
         std::lock_guard<std::mutex> lock(mutex);
         batch.n_open += added.size();
+        for (const job & job : added) {
+            if (job.chunk.group) {
+                job.chunk.group->n_open++;
+            }
+        }
+        for (const lh::read_group & group : batch.groups) {
+            batch.n_open += group.n_parts;
+        }
         jobs.splice(jobs.end(), added);
     }
     wake.notify_all();
 }
 
-void lh_read_pool::wait(lh::read_batch & batch) {
+void lh_read_pool::wait(lh::read_batch & batch, lh::crew * crew) {
     std::unique_lock<std::mutex> lock(mutex);
-    done.wait(lock, [&] { return batch.n_open == 0; });
+    if (crew) {
+        crew->batch = &batch;
+        done.notify_all();
+    }
+    while (batch.n_open > 0) {
+        const int64_t start_us = lh::now_us();
+        if (!run_part(batch, lock)) {
+            done.wait(lock);
+        } else if (crew) {
+            crew->worked_us += lh::now_us() - start_us;
+        }
+    }
+    if (crew) {
+        crew->batch = nullptr;
+    }
     if (batch.failure) {
         std::rethrow_exception(batch.failure);
     }
 }
 
-void lh_read_pool::cancel(const std::vector<lh::read_batch *> & batches) {
+void lh_read_pool::release(lh::crew & crew) {
+    crew.is_held.store(false, std::memory_order_relaxed);
+    crew.n_done.fetch_add(1);
+    if (crew.n_asleep.load() >
+        0) { // a thread falls asleep only after it has been counted here and has looked at n_done again
+        std::lock_guard<std::mutex> lock(mutex);
+        done.notify_all();
+    }
+}
+
+void lh_read_pool::follow(lh::crew & crew, int ith) {
+    const int64_t op = ++crew.n_entered[ith];
+    for (int i = 0; i < lh::n_spins && !crew.is_held.load(std::memory_order_relaxed); i++) {
+        if (crew.n_done.load(std::memory_order_acquire) >= op) {
+            return;
+        }
+        lh::relax();
+    }
     std::unique_lock<std::mutex> lock(mutex);
+    crew.n_asleep++;
+    while (crew.n_done.load() < op) {
+        if (!crew.batch || !run_part(*crew.batch, lock)) {
+            done.wait(lock);
+        }
+    }
+    crew.n_asleep--;
+}
+
+// Runs a part of a follow-up with the lock released; false: none is ready.
+bool lh_read_pool::run_part(lh::read_batch & batch, std::unique_lock<std::mutex> & lock) {
+    if (batch.ready.empty()) {
+        return false;
+    }
+    const auto [group, part] = batch.ready.front();
+    batch.ready.pop_front();
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+        group->follow_up(part);
+    } catch (...) {
+        failure = std::current_exception();
+    }
+    lock.lock();
+    if (failure) {
+        fail(batch, failure);
+    }
+    finish(batch, 1);
+    return true;
+}
+
+void lh_read_pool::cancel(const std::vector<lh::read_batch *> & batches) {
+    const auto                   failure = std::make_exception_ptr(lh::error(LH_STATUS_STATE, "a read was given up"));
+    std::unique_lock<std::mutex> lock(mutex);
+    for (lh::read_batch * batch : batches) {
+        fail(*batch, failure);
+    }
     for (auto it = jobs.begin(); it != jobs.end();) {
         if (std::find(batches.begin(), batches.end(), it->batch) == batches.end()) {
             it++;
             continue;
         }
-        finish(*it->batch);
+        finish_chunk(*it->batch, it->chunk.group);
         it = jobs.erase(it);
     }
     for (const lh::read_batch * batch : batches) {
@@ -230,8 +353,33 @@ void lh_read_pool::run(std::vector<lh::read_chunk> chunks) {
     wait(batch);
 }
 
-void lh_read_pool::finish(lh::read_batch & batch) {
-    batch.n_open--;
+// Keeps the first failure and forgets the parts that have not been started.
+void lh_read_pool::fail(lh::read_batch & batch, std::exception_ptr failure) {
+    if (!batch.failure) {
+        batch.failure = failure;
+    }
+    const size_t n_forgotten = batch.ready.size();
+    batch.ready.clear();
+    finish(batch, n_forgotten);
+}
+
+// A chunk has been read or given up; what follows from the last one of its group can run, unless the batch has failed.
+void lh_read_pool::finish_chunk(lh::read_batch & batch, lh::read_group * group) {
+    if (group && --group->n_open == 0) {
+        if (batch.failure) {
+            finish(batch, group->n_parts);
+        } else {
+            for (int32_t part = 0; part < group->n_parts; part++) {
+                batch.ready.emplace_back(group, part);
+            }
+            done.notify_all();
+        }
+    }
+    finish(batch, 1);
+}
+
+void lh_read_pool::finish(lh::read_batch & batch, size_t n) {
+    batch.n_open -= n;
     if (batch.n_open == 0) {
         done.notify_all();
     }
@@ -246,25 +394,20 @@ void lh_read_pool::work(worker & self) {
         }
         job next = std::move(jobs.front());
         jobs.pop_front();
-        n_busy++;
         if (!next.batch->failure) {
             lock.unlock();
             std::exception_ptr failure;
             try {
-                next.chunk.sink(lh::read_into(files[next.chunk.file], next.chunk.offset, next.chunk.size, self.buffer));
+                lh::read(files[next.chunk.file], next.chunk, self.buffer);
             } catch (...) {
                 failure = std::current_exception();
             }
             lock.lock();
-            if (failure && !next.batch->failure) {
-                next.batch->failure = failure;
+            if (failure) {
+                fail(*next.batch, failure);
             }
         }
-        n_busy--;
-        finish(*next.batch);
-        if (jobs.empty() && n_busy == 0) {
-            done.notify_all();
-        }
+        finish_chunk(*next.batch, next.chunk.group);
     }
 }
 
@@ -301,8 +444,7 @@ lh_status lh_read_pool_read(lh_read_pool * pool, const lh_read * reads, int64_t 
             }
             for (const lh::piece & piece : lh::split_file_range(read.offset, read.size, pool->chunk_bytes)) {
                 uint8_t * dst = static_cast<uint8_t *>(read.dst) + piece.offset;
-                chunks.push_back({ read.file, read.offset + piece.offset, piece.size,
-                                   [dst, n = piece.size](const uint8_t * data) { std::memcpy(dst, data, n); } });
+                chunks.push_back({ read.file, read.offset + piece.offset, piece.size, dst, {}, nullptr });
             }
         }
         pool->run(std::move(chunks));

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <list>
@@ -14,6 +17,8 @@
 
 namespace lh {
 
+int64_t now_us();
+
 // A file that chunks are read from.
 struct read_file {
     std::string  path;
@@ -21,19 +26,49 @@ struct read_file {
     lh_file_mode mode = LH_FILE_MODE_CACHED;
 };
 
+// Chunks that make sense only together. When all of them have been read, the parts of the follow-up can run, each once and in
+// any order, on the threads that wait for the batch.
+struct read_group {
+    size_t                            n_open = 0; // chunks not read
+    int32_t                           n_parts;
+    std::function<void(int32_t part)> follow_up;
+};
+
 // One contiguous read, small enough for a worker's buffer.
 struct read_chunk {
     int32_t                                   file;
     int64_t                                   offset;
     int64_t                                   size;
-    // Takes the bytes, on a worker thread.
-    std::function<void(const uint8_t * data)> sink;
+    uint8_t *                                 dst;   // where the bytes go; null: to the sink
+    std::function<void(const uint8_t * data)> sink;  // takes the bytes, on a worker thread
+    read_group *                              group; // null: none
 };
 
 // Chunks that are waited for together.
 struct read_batch {
-    size_t             n_open = 0; // not finished
-    std::exception_ptr failure;    // the first; the chunks after it are not read
+    size_t                                       n_open = 0; // chunks and parts that are not finished
+    std::exception_ptr                           failure;    // the first; what comes after it is given up
+    std::deque<read_group>                       groups;
+    std::deque<std::pair<read_group *, int32_t>> ready;      // parts that can run
+};
+
+// The threads that compute a graph together, at an op that the first of them leads: the others run follow-ups, and sleep while
+// there are none, so that they do not take a core from the threads that read.
+struct crew {
+    static constexpr int max_threads = 512;
+
+    // No thread is at an op.
+    void reset();
+
+    // The leader is going to wait: the others need not spin any longer.
+    void hold() { is_held.store(true, std::memory_order_relaxed); }
+
+    std::array<int64_t, max_threads> n_entered = {};      // ops, by thread
+    std::atomic<int64_t>             n_done    = { 0 };   // ops that the leader has finished
+    std::atomic<int32_t>             n_asleep  = { 0 };   // threads that need waking
+    std::atomic<bool>                is_held   = { false };
+    read_batch *                     batch     = nullptr; // that the leader waits for; guarded by the pool
+    int64_t                          worked_us = 0;       // spent by the leader on follow-ups
 };
 
 // A part of a range, counted from the range's start.
@@ -45,6 +80,9 @@ struct piece {
 // The pieces of a range of size bytes that starts head bytes after a multiple of unit: evenly sized, cut at multiples of unit,
 // at most chunk_bytes each if that is a unit or more.
 std::vector<piece> split_range(int64_t size, int64_t chunk_bytes, int64_t unit, int64_t head);
+
+// File offset, length and address of a direct read are multiples of this: no block device in use has larger blocks.
+constexpr int64_t block_bytes = 4096;
 
 // The same, cut where a direct read can start.
 std::vector<piece> split_file_range(int64_t offset, int64_t size, int64_t chunk_bytes);
@@ -61,8 +99,12 @@ struct lh_read_pool {
 
     // The batch must live until wait() has returned, or cancel().
     void submit(std::vector<lh::read_chunk> chunks, lh::read_batch & batch);
-    // Returns when every chunk of the batch has been read and taken, or throws its failure once none is being read.
-    void wait(lh::read_batch & batch);
+    // Returns when every chunk of the batch has been read and every follow-up has run, or throws the batch's failure once nothing
+    // of it is running. Takes part in the follow-ups, as the leader of a crew if there is one.
+    void wait(lh::read_batch & batch, lh::crew * crew = nullptr);
+    // The end of an op for its leader, and the whole op for thread ith of the others.
+    void release(lh::crew & crew);
+    void follow(lh::crew & crew, int ith);
     // Forgets what has not been started of these batches, and returns when nothing of them is being read.
     void cancel(const std::vector<lh::read_batch *> & batches);
     void run(std::vector<lh::read_chunk> chunks);
@@ -70,11 +112,8 @@ struct lh_read_pool {
     int32_t open_file(const char * path, bool uncached);
     void    check_file(int32_t file) const;
 
-    // Makes the buffers large enough for chunks of this size.
-    void reserve(int64_t chunk_bytes);
-
     std::vector<lh::read_file> files;
-    int64_t                    chunk_bytes;
+    const int64_t              chunk_bytes;
 
     int64_t buffer_bytes() const;
 
@@ -91,13 +130,15 @@ struct lh_read_pool {
 
     void shut_down() noexcept;
     void work(worker & self);
-    void finish(lh::read_batch & batch);
+    bool run_part(lh::read_batch & batch, std::unique_lock<std::mutex> & lock);
+    void finish_chunk(lh::read_batch & batch, lh::read_group * group);
+    void fail(lh::read_batch & batch, std::exception_ptr failure);
+    void finish(lh::read_batch & batch, size_t n);
 
     std::vector<worker> workers;
 
     std::mutex              mutex; // guards what follows, and the batches
     std::condition_variable wake, done;
     std::list<job>          jobs;
-    size_t                  n_busy = 0; // workers with a job
-    bool                    stop   = false;
+    bool                    stop = false;
 };

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml.h"
 
@@ -13,6 +14,11 @@ namespace lh {
 
 // Rows that the CPU's repacked layouts interleave: 4, 8 or 16.
 static constexpr int64_t repack_rows = 16;
+
+// What a thread copies at once to repack it, and what it takes over at once: near enough to the first cache, and enough of them
+// for all threads.
+static constexpr int64_t repack_copy_bytes = 16 * 1024;
+static constexpr int64_t repack_part_bytes = 128 * 1024;
 
 int64_t now_us() {
     return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -29,12 +35,20 @@ std::string canonical_path(const std::string & path) {
     return result;
 }
 
+static int64_t round_up(int64_t n, int64_t unit) {
+    return (n + unit - 1) / unit * unit;
+}
+
+static bool is_repacking(ggml_backend_buffer_type_t buft) {
+    return std::strcmp(ggml_backend_buft_name(buft), "CPU_REPACK") == 0;
+}
+
 static slot_kind kind_of(const ggml_tensor * slots) {
     ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(slots->buffer);
     if (ggml_backend_buffer_is_host(slots->buffer)) {
         return slot_kind::host;
     }
-    if (std::strcmp(ggml_backend_buft_name(buft), "CPU_REPACK") == 0) {
+    if (is_repacking(buft)) {
         return slot_kind::repacked;
     }
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
@@ -47,15 +61,24 @@ static slot_kind kind_of(const ggml_tensor * slots) {
                                                 ggml_backend_buft_name(buft) + " (try --no-repack)");
 }
 
-// A header for some rows of one slot that the repacking buffer type takes for a whole tensor.
-static ggml_tensor rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, int64_t row_first, int64_t n_rows) {
-    ggml_tensor rows = *slots;
-    rows.ne[1]       = n_rows;
-    rows.ne[2]       = 1;
-    rows.nb[2]       = rows.nb[1] * n_rows;
-    rows.nb[3]       = rows.nb[2];
-    rows.data        = static_cast<char *>(slots->data) + slot_offset + row_first * rows.nb[1];
-    return rows;
+// Rows of one slot, which lie in it as in the file, into the CPU's repacked layout. Rows that are interleaved take up the same
+// bytes before and after, so a copy of a few of them is enough.
+static void repack_rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, int64_t row_first, int64_t row_last) {
+    thread_local std::vector<uint8_t> copy;
+
+    const int64_t row_bytes = slots->nb[1];
+    const int64_t n_at_once = std::max(repack_copy_bytes / row_bytes / repack_rows, int64_t(1)) * repack_rows;
+    copy.resize(n_at_once * row_bytes);
+    for (int64_t row = row_first; row < row_last; row += n_at_once) {
+        ggml_tensor rows = *slots; // to the repacking buffer type a whole tensor
+        rows.ne[1]       = std::min(n_at_once, row_last - row);
+        rows.ne[2]       = 1;
+        rows.nb[2]       = rows.nb[1] * rows.ne[1];
+        rows.nb[3]       = rows.nb[2];
+        rows.data        = static_cast<char *>(slots->data) + slot_offset + row * row_bytes;
+        std::memcpy(copy.data(), rows.data, rows.nb[2]);
+        ggml_backend_tensor_set(&rows, copy.data(), 0, rows.nb[2]);
+    }
 }
 
 } // namespace lh
@@ -89,11 +112,10 @@ lh_stream::lh_stream(const lh_stream_params & params) :
         layer.expert_of.assign(shape.n_slots, -1);
         layer.last_use.assign(shape.n_slots, 0);
         layer.seen.assign(shape.n_expert, 0);
-        layer.seen_at.assign(shape.n_expert, 0);
         layer.seen_slot.assign(shape.n_expert, -1);
-        layer.n_rows.reserve(shape.n_expert);
         layer.needed.reserve(shape.n_expert);
         layer.missing.reserve(shape.n_expert);
+        layer.plan.places.resize(shape.n_expert);
     }
 }
 
@@ -135,6 +157,48 @@ void lh_stream::release() {
     is_loaded = false;
 }
 
+ggml_backend_buffer * lh_stream::alloc(ggml_context * ctx, ggml_backend_buffer_type * buft) {
+    if (!ggml_backend_buft_is_host(buft) && !lh::is_repacking(buft)) {
+        return ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
+    }
+    // a direct read lands where it belongs if offset and address are equally far from a block
+    const int64_t alignment = ggml_backend_buft_get_alignment(buft);
+    int64_t       size      = 0;
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        size += lh::round_up(ggml_backend_buft_get_alloc_size(buft, t) + alignment, alignment) + lh::block_bytes;
+    }
+    ggml_backend_buffer * buffer = ggml_backend_buft_alloc_buffer(buft, size);
+    if (!buffer) {
+        return nullptr;
+    }
+    uintptr_t end = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(buffer));
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        uintptr_t     address = lh::round_up(end, alignment);
+        const int64_t offset  = offset_of(t->name);
+        if (offset >= 0 && offset % alignment == 0 && t->nb[2] % lh::block_bytes == 0) {
+            address = lh::round_up(end - offset % lh::block_bytes, lh::block_bytes) + offset % lh::block_bytes;
+        }
+        if (ggml_backend_tensor_alloc(buffer, t, reinterpret_cast<void *>(address)) != GGML_STATUS_SUCCESS) {
+            ggml_backend_buffer_free(buffer);
+            return nullptr;
+        }
+        end = address + ggml_backend_buft_get_alloc_size(buft, t);
+    }
+    return buffer;
+}
+
+// Where a routed tensor lies in its file; -1: there is none of this name.
+int64_t lh_stream::offset_of(const std::string & name) const {
+    for (const lh::stream_layer & layer : layers) {
+        for (const lh::expert_tensor & tensor : layer.tensors) {
+            if (tensor.name == name) {
+                return tensor.offset;
+            }
+        }
+    }
+    return -1;
+}
+
 void lh_stream::bind(ggml_tensor * slots) {
     for (lh::stream_layer & layer : layers) {
         for (size_t i = 0; i < layer.tensors.size(); i++) {
@@ -154,7 +218,6 @@ void lh_stream::bind(ggml_tensor * slots) {
             has_device_slots |= tensor.kind == lh::slot_kind::device;
             if (tensor.kind == lh::slot_kind::repacked) {
                 repacked_bytes += ggml_nbytes(slots);
-                pool->reserve(lh::repack_rows * slots->nb[1]);
             }
             return;
         }
@@ -164,6 +227,7 @@ void lh_stream::bind(ggml_tensor * slots) {
 
 void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
     ubatch_mutex.lock();
+    crew.reset();
     has_failed      = false;
     is_dry          = is_dry_run;
     phase           = is_prefill ? LH_PHASE_PREFILL : LH_PHASE_DECODE;
@@ -212,57 +276,57 @@ uint32_t lh_stream::n_ubatch(uint32_t wanted) const {
     return std::min(wanted, can_stage() ? n_ubatch_staged : n_ubatch_unstaged);
 }
 
-int32_t lh_stream::n_stages_of(const lh::stream_layer & layer, uint32_t n_tokens) const {
-    return can_stage() ? layer.n_stages_for(int64_t(n_tokens) * layer.n_expert_used) : 1;
+int32_t lh_stream::n_stages_for(const lh::stream_layer & layer, int64_t n_selected) const {
+    return can_stage() ? layer.n_stages[std::min<int64_t>(n_selected, layer.n_expert())] : 1;
 }
 
 uint32_t lh_stream::n_stage_nodes(uint32_t n_tokens) const {
     uint32_t n_nodes = 0;
     for (const lh::stream_layer & layer : layers) {
-        n_nodes += static_cast<uint32_t>(layer.tensors.size()) * 2 * n_stages_of(layer, n_tokens); // sync and product
+        const int32_t n_stages = n_stages_for(layer, int64_t(n_tokens) * layer.n_expert_used);
+        n_nodes += static_cast<uint32_t>(layer.tensors.size()) * 2 * n_stages; // sync and product
     }
     return n_nodes;
 }
 
-void lh_stream::add_chunks(const lh::expert_tensor & tensor, const lh_load & load,
-                           std::vector<lh::read_chunk> & chunks) const {
-    ggml_tensor * slots       = tensor.slots;
-    const int64_t file_offset = tensor.offset + load.expert * tensor.slice_bytes;
-    const int64_t slot_offset = load.slot * tensor.slice_bytes;
-    const int64_t row_bytes   = slots->nb[1];
-    const auto    pieces = tensor.kind == lh::slot_kind::repacked
-                               ? lh::split_range(tensor.slice_bytes, pool->chunk_bytes, lh::repack_rows * row_bytes, 0)
-                               : lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes);
-
-    for (const lh::piece & piece : pieces) {
-        std::function<void(const uint8_t *)> sink;
-        switch (tensor.kind) {
-            case lh::slot_kind::host:
-                sink = [dst = static_cast<char *>(slots->data) + slot_offset + piece.offset,
-                        n   = piece.size](const uint8_t * data) {
-                    std::memcpy(dst, data, n);
-                };
-                break;
-            case lh::slot_kind::repacked:
-                sink = [slots, slot_offset, piece, row_bytes](const uint8_t * data) {
-                    ggml_tensor rows =
-                        lh::rows_of_slot(slots, slot_offset, piece.offset / row_bytes, piece.size / row_bytes);
-                    ggml_backend_tensor_set(&rows, data, 0, piece.size);
-                };
-                break;
-            case lh::slot_kind::device:
-                sink = [slots, offset = slot_offset + piece.offset, n = piece.size](const uint8_t * data) {
-                    ggml_backend_tensor_set(slots, data, offset, n);
-                };
-                break;
-        }
-        chunks.push_back({ tensor.file, file_offset + piece.offset, piece.size, std::move(sink) });
+void lh_stream::add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
+                         std::vector<lh::read_chunk> & chunks) {
+    ggml_tensor *    slots       = tensor.slots;
+    const int64_t    file_offset = tensor.offset + load.expert * tensor.slice_bytes;
+    const int64_t    slot_offset = load.slot * tensor.slice_bytes;
+    lh::read_group * group       = nullptr;
+    if (tensor.kind == lh::slot_kind::repacked) {
+        const int64_t n_units = (slots->ne[1] + lh::repack_rows - 1) / lh::repack_rows;
+        const int64_t n_parts =
+            std::min(n_units, lh::round_up(tensor.slice_bytes, lh::repack_part_bytes) / lh::repack_part_bytes);
+        group            = &batch.groups.emplace_back();
+        group->n_parts   = static_cast<int32_t>(n_parts);
+        group->follow_up = [=](int32_t part) {
+            const int64_t first = part * n_units / n_parts * lh::repack_rows;
+            const int64_t last  = std::min((part + 1) * n_units / n_parts * lh::repack_rows, slots->ne[1]);
+            lh::repack_rows_of_slot(slots, slot_offset, first, last);
+        };
     }
+    for (const lh::piece & piece : lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes)) {
+        lh::read_chunk chunk = { tensor.file, file_offset + piece.offset, piece.size, nullptr, {}, group };
+        if (tensor.kind == lh::slot_kind::device) {
+            chunk.sink = [slots, offset = slot_offset + piece.offset, n = piece.size](const uint8_t * data) {
+                ggml_backend_tensor_set(slots, data, offset, n);
+            };
+        } else {
+            chunk.dst = static_cast<uint8_t *>(slots->data) + slot_offset + piece.offset;
+        }
+        chunks.push_back(std::move(chunk));
+    }
+    counters[phase].read_bytes += tensor.slice_bytes;
 }
 
-// The reads of every tensor's slice of the experts.
-std::vector<lh::read_chunk> lh_stream::chunks_of(const lh::stream_layer & layer, const lh_load * loads,
-                                                 int32_t n_loads) {
+void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    lh::stream_layer & layer = layer_at(layer_index);
+    if (phase == LH_N_PHASES || layer.ahead || layer.plan.is_active) {
+        throw lh::error(LH_STATUS_STATE, "experts are loaded ahead once, while the layer before is computed");
+    }
+    auto                        ahead = std::make_unique<lh::read_batch>();
     std::vector<lh::read_chunk> chunks;
     for (int32_t i = 0; i < n_loads; i++) {
         if (loads[i].expert < 0 || loads[i].expert >= layer.n_expert() || loads[i].slot < 0 ||
@@ -271,29 +335,10 @@ std::vector<lh::read_chunk> lh_stream::chunks_of(const lh::stream_layer & layer,
         }
         for (const lh::expert_tensor & tensor : layer.tensors) {
             if (tensor.slots) { // a tensor that the architecture does not use has none
-                add_chunks(tensor, loads[i], chunks);
-                counters[phase].read_bytes += tensor.slice_bytes;
+                add_load(tensor, loads[i], *ahead, chunks);
             }
         }
     }
-    return chunks;
-}
-
-void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
-    if (phase == LH_N_PHASES) {
-        throw lh::error(LH_STATUS_STATE, "experts are loaded only while a ubatch is computed");
-    }
-    const int64_t start_us = lh::now_us();
-    pool->run(chunks_of(layer_at(layer_index), loads, n_loads));
-    counters[phase].read_us += lh::now_us() - start_us;
-}
-
-void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
-    lh::stream_layer & layer = layer_at(layer_index);
-    if (phase == LH_N_PHASES || layer.ahead || layer.plan.is_active) {
-        throw lh::error(LH_STATUS_STATE, "experts are loaded ahead once, while the layer before is computed");
-    }
-    auto chunks = chunks_of(layer, loads, n_loads);
-    layer.ahead = std::make_unique<lh::read_batch>();
+    layer.ahead = std::move(ahead);
     pool->submit(std::move(chunks), *layer.ahead);
 }

@@ -12,14 +12,17 @@
 #include "longhaul.h"
 #include "read-pool.h"
 
+struct ggml_backend_buffer;
+struct ggml_backend_buffer_type;
+struct ggml_context;
 struct ggml_tensor;
 
 namespace lh {
 
 // How bytes get into a slot tensor.
 enum class slot_kind {
-    host,     // copied to their place
-    repacked, // set through the CPU's repacking buffer type, some rows at a time
+    host,     // read to their place
+    repacked, // read to their place, and from there set through the CPU's repacking buffer type, some rows at a time
     device,   // set through the backend's buffer
 };
 
@@ -48,23 +51,23 @@ struct stage_reads {
 // The stages of a layer in the running ubatch.
 struct stage_plan {
     bool                   is_active = false;
+    bool                   has_loads = false;   // something is read for them
     int32_t                n_stages  = 0;
-    std::vector<placement> places;              // [n_expert]
+    std::vector<placement> places;              // [n_expert], true for those that are needed
     std::vector<lh_place>  loads;               // by stage
     std::vector<size_t>    load_first;          // [n_stages + 1] of loads
     std::vector<bool>      is_early;            // [n_stages] can be read while the stage before is computed
     int32_t                n_synced        = 0; // syncs of the layer so far
     int32_t                n_tensors_begun = 0;
     bool                   has_asked_ahead = false;
-    bool                   is_from_caller  = false;   // set by on_plan, not by ourselves
 
     std::vector<int32_t>                 n_synced_of; // [n_tensors] stages whose sync has run
-    std::vector<std::deque<stage_reads>> reads;       // [n_tensors][n_stages]
+    std::vector<std::deque<stage_reads>> reads;       // [n_tensors][n_stages], with loads only
 };
 
 struct stream_layer;
 
-// What a sync op stands before: one stage of one tensor, or (tensor -1) all products of the layer.
+// What a sync op stands before: one stage of one tensor.
 struct sync_point {
     stream_layer * layer;
     int32_t        tensor;
@@ -87,21 +90,15 @@ struct stream_layer {
 
     std::map<std::pair<int32_t, int32_t>, sync_point> points; // by tensor and stage
 
-    // scratch of the sync op: ubatch that saw the expert last, its place in needed and its slot then, the distinct ids in order of
-    // appearance, and how many rows each has
+    // scratch of the sync op: ubatch that saw the expert last, its slot then, and the distinct ids in the order of their last rows
     std::vector<int64_t> seen;
-    std::vector<int32_t> seen_at;
     std::vector<int32_t> seen_slot;
     std::vector<int32_t> needed;
-    std::vector<int32_t> n_rows;
     std::vector<int32_t> missing;
 
     int32_t n_expert() const { return static_cast<int32_t>(slot_of.size()); }
 
     int32_t n_slots() const { return static_cast<int32_t>(expert_of.size()); }
-
-    // Stages of a ubatch that selects n_selected experts, repeats included.
-    int32_t n_stages_for(int64_t n_selected) const { return n_stages[std::min<int64_t>(n_selected, n_expert())]; }
 };
 
 } // namespace lh
@@ -110,22 +107,27 @@ struct lh_stream {
     explicit lh_stream(const lh_stream_params & params);
 
     // One model at a time: false when another one holds the stream.
-    bool acquire();
-    void release();
-    void bind(ggml_tensor * slots);
+    bool                  acquire();
+    void                  release();
+    // Allocates slot tensors so that experts can be read into them directly; null: no memory.
+    ggml_backend_buffer * alloc(ggml_context * ctx, ggml_backend_buffer_type * buft);
+    void                  bind(ggml_tensor * slots);
 
     void begin(int32_t n_tokens, bool is_prefill, bool is_dry_run);
     bool end();
     void fail(lh_status status);
-    // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, after what they stand for has been loaded.
+    // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, after what they stand for has been loaded: -1 for experts of
+    // other stages. To be called by one thread of those that compute; it leads the crew of the others.
     void sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
+    void release_crew() { pool->release(crew); }
+    void follow(int ith) { pool->follow(crew, ith); }
     void load(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     void load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     void set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
 
     uint32_t n_ubatch(uint32_t wanted) const;
-    // Stages of a layer in a whole ubatch.
-    int32_t  n_stages_of(const lh::stream_layer & layer, uint32_t n_tokens) const;
+    // Stages of a product that selects n_selected experts, repeats included.
+    int32_t  n_stages_for(const lh::stream_layer & layer, int64_t n_selected) const;
     uint32_t n_stage_nodes(uint32_t n_tokens) const;
     // Stages need kernels that pass over negative ids: those of the CPU.
     bool     can_stage() const { return !has_device_slots; }
@@ -148,24 +150,26 @@ struct lh_stream {
     bool    is_loaded        = false;
 
   private:
-    void reset_tables();
-    void collect(lh::stream_layer & layer, const ggml_tensor * ids);
-    void request_plan(lh::stream_layer & layer, int32_t n_stages);
-    void sync_layer(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids);
-    void sync_stage(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
-    void plan_stages(lh::stream_layer & layer, const ggml_tensor * ids);
-    void check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
-    void find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const;
-    void submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
-    bool submit_ahead(lh::stream_layer & layer);
-    void ask_ahead(const lh::stream_layer & layer, int64_t n_selected);
-    void settle_ahead(lh::stream_layer & layer);
-    void report_complete(const lh::stream_layer & layer);
-    void drop(lh::stream_layer & layer);
-    std::vector<lh::read_chunk> chunks_of(const lh::stream_layer & layer, const lh_load * loads, int32_t n_loads);
-    void                        complete(lh::stream_layer & layer);
-    void                        stamp(lh::stream_layer & layer);
-    void add_chunks(const lh::expert_tensor & tensor, const lh_load & load, std::vector<lh::read_chunk> & chunks) const;
+    void    reset_tables();
+    int64_t offset_of(const std::string & name) const;
+    void    collect(lh::stream_layer & layer, const ggml_tensor * ids);
+    void    request_plan(lh::stream_layer & layer);
+    void    begin_layer(lh::stream_layer & layer, const ggml_tensor * ids);
+    void    begin_plan(lh::stream_layer & layer);
+    void    await_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
+    void    await(lh::read_batch & batch);
+    void    check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
+    void    find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const;
+    void    submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
+    bool    submit_ahead(lh::stream_layer & layer);
+    void    ask_ahead(const lh::stream_layer & layer, int64_t n_selected);
+    void    settle_ahead(lh::stream_layer & layer);
+    void    report_complete(const lh::stream_layer & layer);
+    void    drop(lh::stream_layer & layer);
+    void    complete(lh::stream_layer & layer);
+    void    stamp(lh::stream_layer & layer);
+    void    add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
+                     std::vector<lh::read_chunk> & chunks);
 
     lh_read_pool * pool;
     lh_plan_fn     on_plan;
@@ -175,6 +179,7 @@ struct lh_stream {
     lh_failure_fn  on_failure;
     void *         user_data;
 
+    lh::crew   crew;
     std::mutex ubatch_mutex;        // contexts of one model compute one after the other: they share the slots
     int64_t    clock           = 0;
     int64_t    n_collected     = 0; // stamp of seen
@@ -184,6 +189,5 @@ struct lh_stream {
 namespace lh {
 
 std::string canonical_path(const std::string & path);
-int64_t     now_us();
 
 } // namespace lh

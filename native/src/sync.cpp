@@ -18,53 +18,55 @@ static error layer_error(const stream_layer & layer, const std::string & what) {
 
 } // namespace lh
 
-// Fills needed with the distinct ids in order of appearance, n_rows with how many rows each has, and missing with those that
-// no slot holds.
+// Fills needed with the distinct ids in the order of their last rows, and missing with those that no slot holds.
 void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
     n_collected++;
     layer.needed.clear();
-    layer.n_rows.clear();
     layer.missing.clear();
-    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
-        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
+    for (int64_t i1 = ids->ne[1] - 1; i1 >= 0; i1--) {
+        for (int64_t i0 = ids->ne[0] - 1; i0 >= 0; i0--) {
             const int32_t expert = lh::id_at(ids, i0, i1);
             if (expert < 0 || expert >= layer.n_expert()) {
                 throw lh::layer_error(layer, "the router chose expert " + std::to_string(expert));
             }
             if (layer.seen[expert] == n_collected) {
-                layer.n_rows[layer.seen_at[expert]]++;
                 continue;
             }
-            layer.seen[expert]    = n_collected;
-            layer.seen_at[expert] = static_cast<int32_t>(layer.needed.size());
+            layer.seen[expert] = n_collected;
             layer.needed.push_back(expert);
-            layer.n_rows.push_back(1);
-            const int32_t slot      = layer.slot_of[expert];
-            layer.seen_slot[expert] = slot;
-            if (slot < 0) {
-                layer.missing.push_back(expert);
-            } else if (slot >= layer.n_slots() || layer.expert_of[slot] != expert) {
-                throw lh::layer_error(layer, "the slot table contradicts itself");
-            }
+        }
+    }
+    std::reverse(layer.needed.begin(), layer.needed.end());
+    for (int32_t expert : layer.needed) {
+        const int32_t slot      = layer.slot_of[expert];
+        layer.seen_slot[expert] = slot;
+        if (slot < 0) {
+            layer.missing.push_back(expert);
+        } else if (slot >= layer.n_slots() || layer.expert_of[slot] != expert) {
+            throw lh::layer_error(layer, "the slot table contradicts itself");
         }
     }
     counters[phase].n_hits += static_cast<int64_t>(layer.needed.size() - layer.missing.size());
     counters[phase].n_misses += static_cast<int64_t>(layer.missing.size());
 }
 
-void lh_stream::request_plan(lh::stream_layer & layer, int32_t n_stages) {
+void lh_stream::request_plan(lh::stream_layer & layer) {
     const lh_request request = {
         layer.index,
-        n_stages,
+        layer.plan.n_stages,
         static_cast<int32_t>(layer.needed.size()),
         static_cast<int32_t>(layer.missing.size()),
         layer.needed.data(),
-        layer.n_rows.data(),
         layer.missing.data(),
     };
-    const lh_status status = on_plan(user_data, &request);
+    const int64_t   start_us = lh::now_us();
+    const lh_status status   = on_plan(user_data, &request);
+    counters[phase].plan_us += lh::now_us() - start_us;
     if (status != LH_STATUS_OK) {
         throw lh::error(status, "layer " + std::to_string(layer.layer) + ": no plan");
+    }
+    if (!layer.plan.is_active) {
+        throw lh::layer_error(layer, "nothing was loaded, and no stages were set");
     }
 }
 
@@ -74,14 +76,6 @@ void lh_stream::stamp(lh::stream_layer & layer) {
         if (slot >= 0) {
             layer.last_use[slot] = ++clock;
         }
-    }
-}
-
-void lh_stream::sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) {
-    if (point.tensor < 0) {
-        sync_layer(*point.layer, dst, ids);
-    } else {
-        sync_stage(point, dst, ids);
     }
 }
 
@@ -97,16 +91,24 @@ void lh_stream::ask_ahead(const lh::stream_layer & layer, int64_t n_selected) {
     }
 }
 
+void lh_stream::await(lh::read_batch & batch) {
+    crew.hold();
+    const int64_t start_us  = lh::now_us();
+    const int64_t worked_us = crew.worked_us;
+    pool->wait(batch, &crew);
+    const int64_t repack_us = crew.worked_us - worked_us;
+    counters[phase].repack_us += repack_us;
+    counters[phase].read_us += lh::now_us() - start_us - repack_us;
+}
+
 // Waits for what was read ahead.
 void lh_stream::settle_ahead(lh::stream_layer & layer) {
     if (layer.ahead) {
         const int64_t start_us = lh::now_us();
         const auto    ahead    = std::move(layer.ahead);
-        pool->wait(*ahead);
-        const int64_t waited_us = lh::now_us() - start_us;
-        counters[phase].read_us += waited_us;
-        counters[phase].wait_us += waited_us;
+        await(*ahead);
         report_complete(layer);
+        counters[phase].wait_us += lh::now_us() - start_us;
     }
 }
 
@@ -117,57 +119,29 @@ void lh_stream::report_complete(const lh::stream_layer & layer) {
     }
 }
 
-void lh_stream::sync_layer(lh::stream_layer & layer, ggml_tensor * dst, const ggml_tensor * ids) {
-    settle_ahead(layer);
-    collect(layer, ids);
-    if (!layer.missing.empty()) {
-        const int64_t start_us = lh::now_us();
-        request_plan(layer, 1);
-        counters[phase].wait_us += lh::now_us() - start_us;
-    }
-    for (int32_t expert : layer.needed) {
-        const int32_t slot = layer.slot_of[expert];
-        if (slot < 0 || slot >= layer.n_slots() || layer.expert_of[slot] != expert) {
-            throw lh::layer_error(layer, "expert " + std::to_string(expert) + " is in no slot");
-        }
-    }
-    stamp(layer);
-    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
-        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
-            lh::id_at(dst, i0, i1) = layer.slot_of[lh::id_at(ids, i0, i1)];
-        }
-    }
-    ask_ahead(layer, ids->ne[0] * ids->ne[1]);
-}
-
-void lh_stream::sync_stage(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) {
-    lh::stream_layer & layer    = *point.layer;
-    lh::stage_plan &   plan     = layer.plan;
-    const int64_t      start_us = lh::now_us();
+void lh_stream::sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) {
+    lh::stream_layer & layer      = *point.layer;
+    lh::stage_plan &   plan       = layer.plan;
+    const int64_t      n_selected = ids->ne[0] * ids->ne[1];
     if (!plan.is_active) {
-        plan_stages(layer, ids);
+        begin_layer(layer, ids);
     }
-    const int32_t tensor = point.tensor;
-    if (point.stage != plan.n_synced_of[tensor] || point.stage >= plan.n_stages) {
+    if (point.stage != plan.n_synced_of[point.tensor] || point.stage >= plan.n_stages) {
         throw lh::layer_error(layer, "stage " + std::to_string(point.stage) + " is out of turn");
     }
     if (point.stage == 0) { // remember the order of the tensors, which is that of the reads
-        const auto it = std::find(layer.order.begin(), layer.order.end(), tensor);
+        const auto it = std::find(layer.order.begin(), layer.order.end(), point.tensor);
         std::rotate(layer.order.begin() + plan.n_tensors_begun, it, it + 1);
         plan.n_tensors_begun++;
     }
-    if (!plan.reads[tensor][point.stage].is_submitted) {
-        submit_stage(layer, tensor, point.stage);
+    plan.n_synced_of[point.tensor]++;
+    if (plan.has_loads) {
+        await_stage(layer, point.tensor, point.stage);
     }
-    const int64_t read_start_us = lh::now_us();
-    pool->wait(plan.reads[tensor][point.stage].batch);
-    const int64_t read_end_us = lh::now_us();
-    plan.n_synced_of[tensor]  = point.stage + 1;
-    if (submit_ahead(layer) && !plan.has_asked_ahead) {
+    if (!plan.has_asked_ahead && (!plan.has_loads || submit_ahead(layer))) {
         plan.has_asked_ahead = true;
-        ask_ahead(layer, ids->ne[0] * ids->ne[1]);
+        ask_ahead(layer, n_selected);
     }
-
     for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
         for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
             const lh::placement & place = plan.places[lh::id_at(ids, i0, i1)];
@@ -177,29 +151,48 @@ void lh_stream::sync_stage(const lh::sync_point & point, ggml_tensor * dst, cons
     if (++plan.n_synced == plan.n_stages * static_cast<int32_t>(layer.order.size())) {
         complete(layer);
     }
-    counters[phase].read_us += read_end_us - read_start_us;
-    counters[phase].wait_us += lh::now_us() - start_us;
 }
 
-void lh_stream::plan_stages(lh::stream_layer & layer, const ggml_tensor * ids) {
-    lh::stage_plan & plan = layer.plan;
+// The first sync of a layer: finds out what is needed and has it planned, unless all of it is there.
+void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
     settle_ahead(layer);
     collect(layer, ids);
-    plan.n_stages       = layer.n_stages_for(ids->ne[0] * ids->ne[1]);
-    plan.is_from_caller = !layer.missing.empty();
-    if (plan.is_from_caller) {
-        request_plan(layer, plan.n_stages);
-    } else { // all resident: everything in the first stage
-        std::vector<lh_place> places;
-        for (int32_t expert : layer.needed) {
-            places.push_back({ 0, expert, layer.slot_of[expert], false });
-        }
-        set_stages(layer.index, places.data(), static_cast<int32_t>(places.size()));
+    layer.plan.n_stages = n_stages_for(layer, ids->ne[0] * ids->ne[1]);
+    if (!layer.missing.empty()) {
+        crew.hold();
+        const int64_t start_us = lh::now_us();
+        request_plan(layer);
+        submit_ahead(layer);
+        counters[phase].wait_us += lh::now_us() - start_us;
+        return;
     }
-    if (!plan.is_active) {
-        throw lh::layer_error(layer, "no stages were set");
+    begin_plan(layer);
+    for (int32_t expert : layer.needed) {
+        layer.plan.places[expert] = { 0, layer.slot_of[expert] };
     }
-    submit_ahead(layer);
+}
+
+void lh_stream::begin_plan(lh::stream_layer & layer) {
+    lh::stage_plan & plan = layer.plan;
+    plan.is_active        = true;
+    plan.has_loads        = false;
+    plan.has_asked_ahead  = false;
+    plan.n_synced         = 0;
+    plan.n_tensors_begun  = 0;
+    plan.n_synced_of.assign(layer.tensors.size(), 0);
+}
+
+void lh_stream::await_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage) {
+    lh::stage_plan & plan = layer.plan;
+    if (plan.load_first[stage] == plan.load_first[stage + 1]) {
+        return;
+    }
+    const int64_t start_us = lh::now_us();
+    if (!plan.reads[tensor][stage].is_submitted) {
+        submit_stage(layer, tensor, stage);
+    }
+    await(plan.reads[tensor][stage].batch);
+    counters[phase].wait_us += lh::now_us() - start_us;
 }
 
 // A wrong place would be a wrong token, so a plan is believed only as far as it can be checked.
@@ -254,7 +247,6 @@ void lh_stream::set_stages(int32_t layer_index, const lh_place * places, int32_t
     check_places(layer, places, n_places);
     find_early_stages(layer, std::vector<lh_place>(places, places + n_places));
 
-    plan.places.assign(layer.n_expert(), {});
     plan.loads.clear();
     plan.load_first.assign(plan.n_stages + 1, 0);
     for (int32_t i = 0; i < n_places; i++) {
@@ -269,27 +261,37 @@ void lh_stream::set_stages(int32_t layer_index, const lh_place * places, int32_t
     for (int32_t stage = 0; stage < plan.n_stages; stage++) {
         plan.load_first[stage + 1] += plan.load_first[stage];
     }
-    plan.n_synced        = 0;
-    plan.n_tensors_begun = 0;
-    plan.has_asked_ahead = false;
-    plan.n_synced_of.assign(layer.tensors.size(), 0);
+    begin_plan(layer);
+    plan.has_loads = true;
     plan.reads.clear();
     plan.reads.resize(layer.tensors.size());
     for (auto & reads : plan.reads) {
         reads.resize(plan.n_stages);
     }
-    plan.is_active = true;
+}
+
+void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    const lh::stream_layer & layer = layer_at(layer_index);
+    std::vector<lh_place>    places;
+    for (int32_t expert : layer.needed) {
+        if (layer.slot_of[expert] >= 0) {
+            places.push_back({ 0, expert, layer.slot_of[expert], false });
+        }
+    }
+    for (int32_t i = 0; i < n_loads; i++) {
+        places.push_back({ layer.plan.n_stages - 1, loads[i].expert, loads[i].slot, true });
+    }
+    set_stages(layer_index, places.data(), static_cast<int32_t>(places.size()));
 }
 
 void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage) {
-    lh::stage_plan &            plan = layer.plan;
+    lh::stage_plan &            plan  = layer.plan;
+    lh::stage_reads &           reads = plan.reads[tensor][stage];
     std::vector<lh::read_chunk> chunks;
     for (size_t i = plan.load_first[stage]; i < plan.load_first[stage + 1]; i++) {
-        add_chunks(layer.tensors[tensor], { plan.loads[i].expert, plan.loads[i].slot }, chunks);
-        counters[phase].read_bytes += layer.tensors[tensor].slice_bytes;
+        add_load(layer.tensors[tensor], { plan.loads[i].expert, plan.loads[i].slot }, reads.batch, chunks);
     }
-    lh::stage_reads & reads = plan.reads[tensor][stage];
-    reads.is_submitted      = true;
+    reads.is_submitted = true;
     pool->submit(std::move(chunks), reads.batch);
 }
 
@@ -314,7 +316,7 @@ bool lh_stream::submit_ahead(lh::stream_layer & layer) {
 
 void lh_stream::complete(lh::stream_layer & layer) {
     layer.plan.is_active = false;
-    if (layer.plan.is_from_caller) {
+    if (layer.plan.has_loads) {
         report_complete(layer);
     }
     stamp(layer);
