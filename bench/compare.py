@@ -29,6 +29,7 @@ from longhaul.report import planned_memory
 
 Run = dict[str, Any]
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+GNU_OPENMP_SPINS = "300000"  # its default, which streaming runs change
 WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -65,6 +66,7 @@ def run(
     env = dict(os.environ)
     if lib_dir:
         env["LONGHAUL_LIB_DIR"] = str(lib_dir.resolve())
+        env["GOMP_SPINCOUNT"] = GNU_OPENMP_SPINS
     command = [sys.executable, str(WORKER), str(args.model), *options]
     command += ["--n-prompt", str(args.n_prompt), "--n-gen", str(args.n_gen)]
     command += ["--threads", str(args.threads)]
@@ -131,9 +133,11 @@ def main() -> None:
     slots = ["--slots", str(args.slots)]
     variants: dict[str, tuple[int, list[str], Path | None]] = {
         "longhaul": (limit_bytes, [*slots, "--repack"], None),
+        "longhaul, raw": (limit_bytes, slots, None),
         "mmap, unpatched": (limit_bytes, [], args.reference),
     }
     if args.resident:
+        variants["resident, defaults, unpatched"] = (0, ["--repack", "--no-mmap"], args.reference)
         variants["resident, repacked"] = (0, ["--repack", "--no-mmap"], None)
         variants["resident, raw"] = (0, ["--no-mmap"], None)
     runs: dict[str, list[Run]] = {name: [] for name in variants}

@@ -18,15 +18,15 @@ The round trip of a miss:
    `Engine.raise_kept`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from .budget import slots_bytes, ubatch_limit
 from .closing import Closing
 from .config import Config
 from .errors import ConfigError, NativeError
 from .experts import MoeLayer, MoeModel
-from .native import LayerShape, ReadPool, Request, Stream, StreamFunctions
+from .native import LayerShape, ReadPool, Stream, StreamFunctions
 from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
@@ -121,47 +121,50 @@ class Engine(Closing):
             residency.clear()
         self._loading.clear()
 
-    @contextmanager
-    def _changing(self, layer_index: int) -> Iterator[Residency]:
-        """Forget a layer's experts if anything is raised in between, even by a signal."""
+    # A layer forgets its experts if anything is raised while they change, even by a signal.
+
+    def _on_plan(
+        self, layer_index: int, n_stages: int, needed: list[int], missing: list[int]
+    ) -> None:
         residency = self._residencies[layer_index]
+        self._loading.pop(layer_index, None)
         try:
-            yield residency
+            step: Plan
+            if n_stages <= 2:
+                step = plan(residency, needed, missing)
+                residency.evict(step)
+                self._stream.load(layer_index, step.loads)
+            else:
+                step = staged = plan_stages(residency, needed, missing)
+                residency.evict(step)
+                self._stream.set_stages(layer_index, staged.places)
+            self._stream.count_evictions(step.n_evictions)
+            self._loading[layer_index] = step
         except BaseException:
             residency.clear()
             raise
 
-    def _on_plan(self, request: Request) -> None:
-        self._loading.pop(request.layer_index, None)
-        with self._changing(request.layer_index) as residency:
-            if request.n_stages <= 2:
-                step = plan(residency, request.needed, request.missing)
-                self._evict(residency, step)
-                self._stream.load(request.layer_index, step.loads)
-                self._loading[request.layer_index] = step
-            else:
-                staged = plan_stages(residency, request.needed, request.missing)
-                self._evict(residency, staged)
-                self._stream.set_stages(request.layer_index, staged.places)
-                self._loading[request.layer_index] = staged
-
-    def _evict(self, residency: Residency, step: Plan) -> None:
-        residency.evict(step)
-        self._stream.count_evictions(step.n_evictions)
-
     def _on_ahead(self, layer_index: int, n_selected: int) -> None:
-        with self._changing(layer_index) as residency:
+        residency = self._residencies[layer_index]
+        try:
             step = plan_ahead(residency, n_selected)
             if step.loads:
                 self._stream.load_ahead(layer_index, step.loads)
                 self._loading[layer_index] = step
+        except BaseException:
+            residency.clear()
+            raise
 
     def _on_complete(self, layer_index: int, is_read: bool) -> None:
         """Enter what has been loaded; what fails is never entered, so its slots stay free."""
-        with self._changing(layer_index) as residency:
+        residency = self._residencies[layer_index]
+        try:
             step = self._loading.pop(layer_index, None)
             if step is not None and is_read:
                 residency.apply(step)
+        except BaseException:
+            residency.clear()
+            raise
 
     def _on_failure(self, error: BaseException) -> None:
         self._loading.clear()

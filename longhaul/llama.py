@@ -14,8 +14,9 @@ import numpy as np
 
 from .closing import Closing
 from .errors import DecodeError, ModelError
-from .library import lib_dir
+from .library import lib_dir, openmp_environment
 
+os.environ.update(openmp_environment())
 os.environ["LLAMA_CPP_LIB_PATH"] = str(lib_dir())  # before the import: the bindings load from there
 
 import llama_cpp

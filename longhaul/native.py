@@ -16,7 +16,7 @@ import cffi
 
 from .closing import Closing
 from .errors import ConfigError, LonghaulError, NativeError, PatchError, ReadError
-from .library import build_id, header_text, lib_path
+from .library import build_id, header_text, lib_path, openmp_environment
 from .stats import Counters, Stats
 
 OK = 0
@@ -26,17 +26,7 @@ ResetFunction = Callable[[], None]
 FailureFunction = Callable[[BaseException], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Say what a layer needs in one ubatch; see lh_request in longhaul.h."""
-
-    layer_index: int
-    n_stages: int
-    needed: list[int]
-    missing: list[int]
-
-
-PlanFunction = Callable[[Request], None]
+PlanFunction = Callable[[int, int, list[int], list[int]], None]
 AheadFunction = Callable[[int, int], None]
 
 
@@ -53,7 +43,11 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StreamFunctions:
-    """Hold what the native side calls, on the thread that computes or loads."""
+    """Hold what the native side calls, on the thread that computes or loads; see longhaul.h.
+
+    `on_plan` takes the layer's index, the stages of the graph, and the needed and of them the
+    missing experts.
+    """
 
     on_plan: PlanFunction
     on_ahead: AheadFunction
@@ -73,6 +67,7 @@ def _ffi() -> Any:
 
 @cache
 def _lib() -> Any:
+    os.environ.update(openmp_environment())
     try:
         lib = _ffi().dlopen(str(lib_path("longhaul")))
         found = _ffi().string(lib.lh_build_id()).decode()
@@ -231,13 +226,8 @@ class Stream(_Handle):
 
         def call(user_data: Any, r: Any) -> int:
             try:
-                request = Request(
-                    r.layer_index,
-                    r.n_stages,
-                    unpack(r.needed, r.n_needed),
-                    unpack(r.missing, r.n_missing),
-                )
-                on_plan(request)
+                needed = unpack(r.needed, r.n_needed)
+                on_plan(r.layer_index, r.n_stages, needed, unpack(r.missing, r.n_missing))
             except BaseException as e:  # kept: raised again where the outer call returns
                 self.error = e
                 return int(lib.LH_STATUS_CALLBACK)

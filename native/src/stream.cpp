@@ -1,10 +1,13 @@
 #include "stream.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -33,6 +36,24 @@ std::string canonical_path(const std::string & path) {
     std::string result = resolved;
     std::free(resolved);
     return result;
+}
+
+// Takes the pages of fresh memory: what does not fit fails now and not in the middle of an answer, and no read has to wait for the
+// kernel to clear them.
+static void touch(uint8_t * memory, int64_t size) {
+    const int64_t            page      = sysconf(_SC_PAGESIZE);
+    const int64_t            n_threads = std::max(1u, std::min(std::thread::hardware_concurrency(), 8u));
+    std::vector<std::thread> threads;
+    for (int64_t i = 0; i < n_threads; i++) {
+        threads.emplace_back([=] {
+            for (int64_t at = size * i / n_threads; at < size * (i + 1) / n_threads; at += page) {
+                static_cast<volatile uint8_t *>(memory)[at] = 0;
+            }
+        });
+    }
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
 }
 
 static int64_t round_up(int64_t n, int64_t unit) {
@@ -171,6 +192,7 @@ ggml_backend_buffer * lh_stream::alloc(ggml_context * ctx, ggml_backend_buffer_t
     if (!buffer) {
         return nullptr;
     }
+    lh::touch(static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer)), size);
     uintptr_t end = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(buffer));
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
         uintptr_t     address = lh::round_up(end, alignment);
@@ -253,15 +275,30 @@ void lh_stream::drop(lh::stream_layer & layer) {
         batches.push_back(layer.ahead.get());
     }
     pool->cancel(batches);
-    layer.plan.is_active = false;
+    layer.plan.is_active    = false;
+    layer.plan.is_completed = false;
     layer.ahead.reset();
     on_complete(user_data, layer.index, false);
+}
+
+// Enters what a layer has read.
+void lh_stream::settle(lh::stream_layer & layer) {
+    layer.plan.is_completed = false;
+    if (layer.plan.has_loads) {
+        report_complete(layer);
+    }
+    stamp(layer);
 }
 
 bool lh_stream::end() {
     for (lh::stream_layer & layer : layers) {
         if (layer.plan.is_active || layer.ahead) {
             drop(layer);
+        } else if (layer.plan.is_completed) {
+            const lh_status status = lh::guarded([&] { settle(layer); });
+            if (status != LH_STATUS_OK && !has_failed) {
+                fail(status);
+            }
         }
     }
     const bool ok = !has_failed;

@@ -50,14 +50,15 @@ struct stage_reads {
 
 // The stages of a layer in the running ubatch.
 struct stage_plan {
-    bool                   is_active = false;
-    bool                   has_loads = false;   // something is read for them
-    int32_t                n_stages  = 0;
-    std::vector<placement> places;              // [n_expert], true for those that are needed
-    std::vector<lh_place>  loads;               // by stage
-    std::vector<size_t>    load_first;          // [n_stages + 1] of loads
-    std::vector<bool>      is_early;            // [n_stages] can be read while the stage before is computed
-    int32_t                n_synced        = 0; // syncs of the layer so far
+    bool                   is_active    = false;
+    bool                   has_loads    = false; // something is read for them
+    bool                   is_completed = false; // all of it has been computed, and it is to be settled
+    int32_t                n_stages     = 0;
+    std::vector<placement> places;               // [n_expert], true for those that are needed
+    std::vector<lh_place>  loads;                // by stage
+    std::vector<size_t>    load_first;           // [n_stages + 1] of loads
+    std::vector<bool>      is_early;             // [n_stages] can be read while the stage before is computed
+    int32_t                n_synced        = 0;  // syncs of the layer so far
     int32_t                n_tensors_begun = 0;
     bool                   has_asked_ahead = false;
 
@@ -167,6 +168,7 @@ struct lh_stream {
     void    report_complete(const lh::stream_layer & layer);
     void    drop(lh::stream_layer & layer);
     void    complete(lh::stream_layer & layer);
+    void    settle(lh::stream_layer & layer);
     void    stamp(lh::stream_layer & layer);
     void    add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
                      std::vector<lh::read_chunk> & chunks);
