@@ -18,6 +18,7 @@ The round trip of a miss:
    `Engine.raise_kept`.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -33,6 +34,25 @@ from .residency import Residency
 from .stats import Stats
 
 NO_UBATCH_LIMIT = 2**31 - 1
+SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
+
+_n_engines = 0
+_switch_interval_s = 0.0
+
+
+def _quick_switching(change: int) -> None:
+    """Note that an engine was opened (1) or closed (-1): while there is one, Python switches soon.
+
+    A callback of ours waits for the GIL as long as another thread's turn is, by default 5 ms: one
+    busy Python thread would add that to every layer that misses something.
+    """
+    global _n_engines, _switch_interval_s
+    if _n_engines == 0:
+        _switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_switch_interval_s, SWITCH_INTERVAL_S))
+    _n_engines += change
+    if _n_engines == 0:
+        sys.setswitchinterval(_switch_interval_s)
 
 
 class Engine(Closing):
@@ -72,6 +92,8 @@ class Engine(Closing):
             ]
             self._stream.set_active(True)
             undo.pop_all()
+        self._has_switching = True
+        _quick_switching(1)
 
     def _open_stream(self, files: Sequence[int]) -> Stream:
         limit = ubatch_limit(self.model.layers, self.n_slots)
@@ -208,5 +230,8 @@ class Engine(Closing):
         Twice is harmless.
         """
         self._stream.close()
+        if self._has_switching:
+            self._has_switching = False
+            _quick_switching(-1)
         self._residencies.clear()  # their memory was the stream's
         self.pool.close()

@@ -352,6 +352,7 @@ def _counters(c: Any) -> Counters:
         plan_s=c.plan_us / 1e6,
         read_s=c.read_us / 1e6,
         repack_s=c.repack_us / 1e6,
+        disk_s=c.disk_us / 1e6,
         n_errors=c.n_errors,
     )
 

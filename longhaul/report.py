@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .budget import GIB, MIB, BudgetPlan, MemoryLimit, gib_down, slots_bytes
 from .experts import MoeModel
-from .stats import Stats
+from .stats import Counters, Stats
 
 
 def span(values: Sequence[int]) -> str:
@@ -114,17 +114,31 @@ def planned_memory(plan: BudgetPlan, slot_bytes: int, base_bytes: int) -> Planne
     return PlannedMemory((("slots", slot_bytes), *terms, ("process", base_bytes)))
 
 
+def time_split(counters: Counters) -> str:
+    """Say how much of the time went into waiting, and for what."""
+    whole_s = counters.compute_s or 1.0
+    parts = (
+        ("reads", counters.read_s),
+        ("repacking", counters.repack_s),
+        ("planning", counters.plan_s),
+    )
+    shown = ", ".join(f"{name} {part_s / whole_s:.0%}" for name, part_s in parts)
+    return (
+        f"{counters.wait_s / whole_s:.0%} of the time waiting ({shown}),"
+        f" {counters.roofline_ratio:.2f} x the roofline"
+    )
+
+
 def summary_lines(stats: Stats, peak_rss_bytes: int, planned_bytes: int) -> list[str]:
     """Say what happened: hit rates, bytes per token, rates, share of waiting, memory."""
     lines = []
     for name, counters in (("prompt ", stats.prefill), ("tokens ", stats.decode)):
         if counters.n_tokens:
-            wait_share = counters.wait_s / counters.compute_s if counters.compute_s else 0.0
             lines.append(
                 f"{name} {counters.n_tokens} at {counters.tokens_per_s:.2f} tok/s,"
                 f" hit rate {counters.hit_rate:.1%},"
                 f" {counters.read_bytes_per_token / MIB:.2f} MiB read per token,"
-                f" {wait_share:.0%} of the time waiting"
+                f" {time_split(counters)}"
             )
     total = stats.total
     lines.append(

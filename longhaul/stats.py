@@ -18,6 +18,7 @@ class Counters:
     plan_s: float = 0.0  # of that, planning
     read_s: float = 0.0  # of that, waiting for reads
     repack_s: float = 0.0  # of that, repacking what has been read
+    disk_s: float = 0.0  # of compute_s, in which something was being read
     n_errors: int = 0
 
     def __add__(self, other: "Counters") -> "Counters":
@@ -36,6 +37,16 @@ class Counters:
     def tokens_per_s(self) -> float:
         """Tokens per second of computation; 0 when nothing was computed."""
         return self.n_tokens / self.compute_s if self.compute_s else 0.0
+
+    @property
+    def roofline_ratio(self) -> float:
+        """Time taken per time that cannot be avoided, 1 or more; 0 when nothing was computed.
+
+        What cannot be avoided is computing or reading, whichever takes longer: reading at the rate
+        that the disk has shown whenever it read.
+        """
+        roofline_s = max(self.compute_s - self.wait_s, self.disk_s)
+        return self.compute_s / roofline_s if roofline_s else 0.0
 
     @property
     def read_bytes_per_token(self) -> float:

@@ -69,7 +69,9 @@ def test_the_summary_is_said_after(streamed: Result) -> None:
     for first, n_tokens in (("prompt", streamed.counted("prompt")), ("tokens", 23)):
         assert re.fullmatch(
             rf"{first} +{n_tokens} at {number} tok/s, hit rate {number}%,"
-            rf" {number} MiB read per token, [0-9]+% of the time waiting",
+            rf" {number} MiB read per token, [0-9]+% of the time waiting"
+            r" \(reads [0-9]+%, repacking [0-9]+%, planning [0-9]+%\),"
+            rf" {number} x the roofline",
             streamed.line(first),
         )
     assert streamed.counted("prompt") > 10

@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from streaming import Recipe, evaluate, largest_difference, stream
 from longhaul import llama
 from longhaul.budget import plan_slots, slots_bytes
 from longhaul.config import Config
-from longhaul.engine import Engine
+from longhaul.engine import SWITCH_INTERVAL_S, Engine
 from longhaul.errors import ConfigError, DecodeError, NativeError, ReadError
 from longhaul.experts import MoeModel
 from longhaul.index import read_index
@@ -143,7 +144,8 @@ def test_effective_ubatch_is_logged(tiny: Path, caplog: pytest.LogCaptureFixture
             pass
     lines = [text for text in caplog.messages if "n_ubatch" in text]
     assert lines[0] == (
-        "longhaul: n_ubatch = 2 of 64 asked for, 5 to 5 slots per layer, up to 1 stages per layer"
+        "longhaul: n_ubatch = 2 of 64 asked for, 5 to 5 slots per layer, up to 1 stages per layer,"
+        " 0 % of the slots' bytes repacked"
     )
     assert lines[1].split()[-2:] == ["=", "2"]  # llama.cpp's own
 
@@ -376,6 +378,34 @@ def test_a_prompt_of_many_ubatches_reads_no_layer_in_vain(tmp_path: Path) -> Non
         stats = engine.stats().total
     # what is never resident in 15 of 16 slots comes again in each of the 4 ubatches, and no more
     assert 0 < stats.read_bytes <= model.expert_bytes + 4 * 3 * 2 * model.layers[0].expert_bytes
+
+
+def test_python_switches_threads_soon_while_an_engine_is_open(tiny: Path) -> None:
+    before = sys.getswitchinterval()
+    assert before > SWITCH_INTERVAL_S
+    with open_engine(read_index(tiny), 4):
+        with pytest.raises(NativeError, match="another stream"):
+            open_engine(read_index(tiny), 4)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    assert sys.getswitchinterval() == before
+
+
+def test_a_busy_python_thread_does_not_change_the_result(tiny: Path) -> None:
+    recipe = Recipe(n_prompt=24, n_greedy=8)
+    wanted = evaluate(tiny, recipe).logits
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        assert largest_difference(stream(tiny, 3, recipe).logits, wanted) == 0.0
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_two_engines_of_one_model_are_refused(tiny: Path) -> None:

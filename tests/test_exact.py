@@ -139,6 +139,21 @@ def test_thread_counts_do_not_change_the_result(
     assert largest_difference(streamed.logits, evaluate(tiny, recipe).logits) == 0.0
 
 
+@pytest.mark.parametrize("n_threads", [2, 3, 5])
+@pytest.mark.parametrize("n_slots", [2, 5, 8])
+def test_threads_that_repack_together_do_not_change_the_result(
+    n_threads: int, n_slots: int, tmp_path: Path
+) -> None:
+    """Slices of several parts and several reads, on more threads than there are cores."""
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=512, n_ff=1024, types={"*_exps.*": Type.Q4_0})
+    recipe = Recipe(n_prompt=24, n_greedy=8, n_threads=n_threads, repack=True)
+    run = stream(path, n_slots, recipe, Config(chunk_bytes=64 * 1024))
+    assert largest_difference(run.logits, evaluate(path, recipe).logits) == 0.0
+    counters = run.stats.total
+    assert 0 < counters.read_s + counters.repack_s + counters.plan_s <= counters.wait_s
+    assert (counters.repack_s > 0) == (run.repacked_bytes > 0)
+
+
 def test_without_mmap_the_result_is_the_same(tiny: Path) -> None:
     recipe = Recipe(n_prompt=24, n_greedy=4, n_ubatch=2, use_mmap=False)
     streamed = stream(tiny, 4, recipe)

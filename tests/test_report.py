@@ -148,7 +148,15 @@ def test_planned_memory_takes_a_plan_without_its_floor() -> None:
 
 def test_summary() -> None:
     prefill = Counters(
-        n_tokens=20, n_hits=30, n_misses=10, read_bytes=40 * MIB, compute_s=2.0, wait_s=0.5
+        n_tokens=20,
+        n_hits=30,
+        n_misses=10,
+        read_bytes=40 * MIB,
+        compute_s=2.0,
+        wait_s=0.5,
+        plan_s=0.04,
+        read_s=0.4,
+        repack_s=0.06,
     )
     decode = Counters(
         n_tokens=64,
@@ -158,12 +166,15 @@ def test_summary() -> None:
         read_bytes=64 * MIB,
         compute_s=8.0,
         wait_s=6.0,
+        disk_s=7.0,
     )
     assert summary_lines(Stats(prefill, decode), 700 * MIB, 710 * MIB) == [
         "prompt  20 at 10.00 tok/s, hit rate 75.0%,"
-        " 2.00 MiB read per token, 25% of the time waiting",
+        " 2.00 MiB read per token, 25% of the time waiting"
+        " (reads 20%, repacking 3%, planning 2%), 1.33 x the roofline",
         "tokens  64 at 8.00 tok/s, hit rate 90.0%,"
-        " 1.00 MiB read per token, 75% of the time waiting",
+        " 1.00 MiB read per token, 75% of the time waiting"
+        " (reads 0%, repacking 0%, planning 0%), 1.14 x the roofline",
         "total   84 tokens, hit rate 85.7%, 1.24 MiB read per token, 9 evictions, 0 errors",
         "memory  peak RSS 700 MiB, planned 710 MiB",
     ]

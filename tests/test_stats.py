@@ -36,7 +36,20 @@ def test_rates() -> None:
     assert counters.read_bytes_per_token == 512.0
 
 
-@pytest.mark.parametrize("name", ["hit_rate", "tokens_per_s", "read_bytes_per_token"])
+@pytest.mark.parametrize(
+    ("compute_s", "wait_s", "disk_s", "ratio"),
+    [(4.0, 3.0, 3.2, 1.25), (4.0, 0.5, 3.2, 4 / 3.5), (2.0, 0.0, 0.0, 1.0)],
+)
+def test_roofline_is_computing_or_reading(
+    compute_s: float, wait_s: float, disk_s: float, ratio: float
+) -> None:
+    counters = Counters(compute_s=compute_s, wait_s=wait_s, disk_s=disk_s)
+    assert counters.roofline_ratio == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    "name", ["hit_rate", "tokens_per_s", "read_bytes_per_token", "roofline_ratio"]
+)
 def test_rates_of_nothing_are_zero(name: str) -> None:
     assert getattr(Counters(), name) == 0.0
 

@@ -113,6 +113,7 @@ typedef struct lh_counters {
     int64_t plan_us;    // of that, planning
     int64_t read_us;    // of that, waiting for reads
     int64_t repack_us;  // of that, repacking what has been read
+    int64_t disk_us;    // of compute_us, in which something was being read
     int64_t n_errors;
 } lh_counters;
 

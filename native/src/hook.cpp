@@ -123,7 +123,9 @@ static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wa
     }
     const std::string text = "n_ubatch = " + std::to_string(n_ubatch) + " of " + std::to_string(wanted) +
                              " asked for, " + std::to_string(least) + " to " + std::to_string(most) +
-                             " slots per layer, up to " + std::to_string(n_stages) + " stages per layer";
+                             " slots per layer, up to " + std::to_string(n_stages) + " stages per layer, " +
+                             std::to_string(100 * stream.repacked_bytes / std::max<int64_t>(stream.slot_bytes, 1)) +
+                             " % of the slots' bytes repacked";
     log_line(n_ubatch < wanted ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO, text);
 }
 

@@ -210,6 +210,11 @@ int64_t lh_read_pool::buffer_bytes() const {
     return static_cast<int64_t>(workers.size()) * (chunk_bytes + 2 * lh::block_bytes);
 }
 
+int64_t lh_read_pool::busy_us() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return n_busy_us + (n_reading > 0 ? lh::now_us() - reading_since_us : 0);
+}
+
 int32_t lh_read_pool::open_file(const char * path, bool uncached) {
     lh::read_file file;
     file.path = path;
@@ -395,6 +400,9 @@ void lh_read_pool::work(worker & self) {
         job next = std::move(jobs.front());
         jobs.pop_front();
         if (!next.batch->failure) {
+            if (n_reading++ == 0) {
+                reading_since_us = lh::now_us();
+            }
             lock.unlock();
             std::exception_ptr failure;
             try {
@@ -403,6 +411,9 @@ void lh_read_pool::work(worker & self) {
                 failure = std::current_exception();
             }
             lock.lock();
+            if (--n_reading == 0) {
+                n_busy_us += lh::now_us() - reading_since_us;
+            }
             if (failure) {
                 fail(*next.batch, failure);
             }

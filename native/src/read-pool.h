@@ -117,6 +117,9 @@ struct lh_read_pool {
 
     int64_t buffer_bytes() const;
 
+    // Time in which at least one chunk was being read.
+    int64_t busy_us();
+
   private:
     struct worker {
         std::thread thread;
@@ -140,5 +143,8 @@ struct lh_read_pool {
     std::mutex              mutex; // guards what follows, and the batches
     std::condition_variable wake, done;
     std::list<job>          jobs;
-    bool                    stop = false;
+    bool                    stop             = false;
+    int64_t                 n_reading        = 0; // chunks
+    int64_t                 reading_since_us = 0; // where there are any
+    int64_t                 n_busy_us        = 0; // before that
 };

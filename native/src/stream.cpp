@@ -41,16 +41,22 @@ std::string canonical_path(const std::string & path) {
 // Takes the pages of fresh memory: what does not fit fails now and not in the middle of an answer, and no read has to wait for the
 // kernel to clear them.
 static void touch(uint8_t * memory, int64_t size) {
-    const int64_t            page      = sysconf(_SC_PAGESIZE);
-    const int64_t            n_threads = std::max(1u, std::min(std::thread::hardware_concurrency(), 8u));
+    const int64_t page        = sysconf(_SC_PAGESIZE);
+    const int64_t n_threads   = std::max(1u, std::min(std::thread::hardware_concurrency(), 8u));
+    const auto    touch_share = [=](int64_t i) {
+        for (int64_t at = size * i / n_threads; at < size * (i + 1) / n_threads; at += page) {
+            static_cast<volatile uint8_t *>(memory)[at] = 0;
+        }
+    };
     std::vector<std::thread> threads;
-    for (int64_t i = 0; i < n_threads; i++) {
-        threads.emplace_back([=] {
-            for (int64_t at = size * i / n_threads; at < size * (i + 1) / n_threads; at += page) {
-                static_cast<volatile uint8_t *>(memory)[at] = 0;
-            }
-        });
+    for (int64_t i = 1; i < n_threads; i++) {
+        try {
+            threads.emplace_back(touch_share, i);
+        } catch (const std::exception &) { // no more threads
+            touch_share(i);
+        }
     }
+    touch_share(0);
     for (std::thread & thread : threads) {
         thread.join();
     }
@@ -254,6 +260,7 @@ void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
     is_dry          = is_dry_run;
     phase           = is_prefill ? LH_PHASE_PREFILL : LH_PHASE_DECODE;
     ubatch_start_us = lh::now_us();
+    busy_start_us   = pool->busy_us();
     counters[phase].n_ubatches += is_dry ? 0 : 1;
     counters[phase].n_tokens += is_dry ? 0 : n_tokens;
 }
@@ -303,6 +310,7 @@ bool lh_stream::end() {
     }
     const bool ok = !has_failed;
     counters[phase].compute_us += is_dry ? 0 : lh::now_us() - ubatch_start_us;
+    counters[phase].disk_us += is_dry ? 0 : pool->busy_us() - busy_start_us;
     counters[phase].n_errors += ok ? 0 : 1;
     phase = LH_N_PHASES;
     ubatch_mutex.unlock();

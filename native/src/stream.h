@@ -186,6 +186,7 @@ struct lh_stream {
     int64_t    clock           = 0;
     int64_t    n_collected     = 0; // stamp of seen
     int64_t    ubatch_start_us = 0;
+    int64_t    busy_start_us   = 0;
 };
 
 namespace lh {

@@ -1,0 +1,27 @@
+"""What is set in the environment before the libraries are loaded."""
+
+import pytest
+
+from longhaul.library import openmp_environment
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_waiting_threads_sleep_soon() -> None:
+    (name, value), *rest = openmp_environment().items()
+    assert (name, rest) == ("GOMP_SPINCOUNT", [])
+    assert 0 < int(value) < 300_000  # which is the default
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "300000")]
+)
+def test_what_the_user_has_set_stays(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert openmp_environment() == {}
