@@ -19,6 +19,7 @@ The round trip of a miss:
 """
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -36,6 +37,7 @@ from .stats import Stats
 NO_UBATCH_LIMIT = 2**31 - 1
 SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
 
+_switching_lock = threading.Lock()
 _n_engines = 0
 _switch_interval_s = 0.0
 
@@ -47,12 +49,13 @@ def _quick_switching(change: int) -> None:
     busy Python thread would add that to every layer that misses something.
     """
     global _n_engines, _switch_interval_s
-    if _n_engines == 0:
-        _switch_interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(_switch_interval_s, SWITCH_INTERVAL_S))
-    _n_engines += change
-    if _n_engines == 0:
-        sys.setswitchinterval(_switch_interval_s)
+    with _switching_lock:
+        if _n_engines == 0:
+            _switch_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(_switch_interval_s, SWITCH_INTERVAL_S))
+        _n_engines += change
+        if _n_engines == 0 and sys.getswitchinterval() <= SWITCH_INTERVAL_S:  # as we left it
+            sys.setswitchinterval(_switch_interval_s)
 
 
 class Engine(Closing):
@@ -189,7 +192,6 @@ class Engine(Closing):
             raise
 
     def _on_failure(self, error: BaseException) -> None:
-        self._loading.clear()
         if self._on_error:
             self._on_error(error)
 

@@ -11,7 +11,7 @@ from .errors import PatchError
 _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT = _PACKAGE.parent
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
-OPENMP_SPINS = 4000  # some 50 microseconds
+OPENMP_SPINS = 10_000  # some 100 microseconds
 _HOW_TO_BUILD = "build them with `make build` in a checkout, or install the package with pip"
 
 
@@ -37,9 +37,8 @@ def openmp_environment() -> dict[str, str]:
     """Return variables that have waiting OpenMP threads sleep soon, none if the user has set any.
 
     To be set before the first library is loaded. By default GNU OpenMP spins for milliseconds at a
-    barrier: with another process on one of two cores, decoding fell to a quarter of its speed. With
-    this it keeps 70 %, and on a quiet machine it costs a resident model 7 % and a streamed one
-    nothing.
+    barrier, and another process on one of two cores takes two thirds of the speed of decoding. With
+    fewer spins a resident model decodes slower on a quiet machine.
     """
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return {}

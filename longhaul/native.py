@@ -244,7 +244,7 @@ class Stream(_Handle):
             try:
                 function(*args)
             except BaseException as e:
-                self.error = e
+                self.error = self.error or e
                 return failed
             return OK
 

@@ -49,7 +49,7 @@ def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) ->
 
 
 # With so many rows for an expert on average, the recorded router of OLMoE wants 95 % of the
-# experts; with 8 it wants 85 %, and that of Qwen3 with 6 only half. A fair one would want 95 % with 3.
+# experts; with 8 it wants 85 %, and that of Qwen3 with 6 only half. A fair one would need but 3.
 ROWS_PER_EXPERT = 32
 N_SPLIT = 4  # stages of loads that fit at once; a staged graph has at least one more
 

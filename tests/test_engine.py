@@ -204,6 +204,7 @@ def test_failed_read_fails_the_decode_and_nothing_else(config: Config, tmp_path:
             engine.raise_kept()  # raised once
             assert engine.stats().total.n_errors == 1
             assert_consistent(engine)
+            assert engine.resident(0)  # what was read before stays
             path.write_bytes(content)
             again = context.decode(tokens)
             assert_consistent(engine)

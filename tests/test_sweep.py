@@ -50,6 +50,8 @@ def test_architecture_is_exact_at_every_budget(
             assert streamed.n_ubatch == resident.n_ubatch
             assert streamed.stats is not None
             assert streamed.stats.total.read_bytes > 0
+            if n_slots == n_expert:  # each expert once: all that is read stays
+                assert streamed.stats.total.read_bytes <= read_index(path).expert_bytes
             difference = largest_difference(streamed.logits, resident.logits)
             assert difference == 0.0, f"{n_slots} slots, ubatch {n_ubatch}"
 

@@ -192,8 +192,9 @@ static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_ten
             stream->fail(status);
         }
     }
-    if (status != LH_STATUS_OK) {
-        std::memset(dst->data, 0, ggml_nbytes(dst)); // valid ids for what still runs; nobody gets its results
+    if (status !=
+        LH_STATUS_OK) { // nobody gets the results of what still runs: no rows where kernels skip them, or any slot
+        std::memset(dst->data, stream->can_stage() ? -1 : 0, ggml_nbytes(dst));
     }
     stream->release_crew();
 }

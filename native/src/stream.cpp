@@ -194,6 +194,9 @@ ggml_backend_buffer * lh_stream::alloc(ggml_context * ctx, ggml_backend_buffer_t
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
         size += lh::round_up(ggml_backend_buft_get_alloc_size(buft, t) + alignment, alignment) + lh::block_bytes;
     }
+    if (static_cast<size_t>(size) > ggml_backend_buft_get_max_size(buft)) {
+        return ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft); // which makes several
+    }
     ggml_backend_buffer * buffer = ggml_backend_buft_alloc_buffer(buft, size);
     if (!buffer) {
         return nullptr;
@@ -377,6 +380,10 @@ void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n
         if (loads[i].expert < 0 || loads[i].expert >= layer.n_expert() || loads[i].slot < 0 ||
             loads[i].slot >= layer.n_slots()) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) + ": no expert or slot");
+        }
+        if (layer.slot_of[loads[i].expert] >= 0 || layer.expert_of[loads[i].slot] >= 0) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) +
+                                                            ": a slot that is taken, or an expert that is there");
         }
         for (const lh::expert_tensor & tensor : layer.tensors) {
             if (tensor.slots) { // a tensor that the architecture does not use has none

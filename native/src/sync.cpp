@@ -105,8 +105,8 @@ void lh_stream::await(lh::read_batch & batch) {
 void lh_stream::settle_ahead(lh::stream_layer & layer) {
     if (layer.ahead) {
         const int64_t start_us = lh::now_us();
-        const auto    ahead    = std::move(layer.ahead);
-        await(*ahead);
+        await(*layer.ahead); // what fails here is dropped at the end of the ubatch
+        layer.ahead.reset();
         report_complete(layer);
         counters[phase].wait_us += lh::now_us() - start_us;
     }
@@ -163,6 +163,11 @@ void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
         const int64_t start_us = lh::now_us();
         request_plan(layer);
         submit_ahead(layer);
+        for (int32_t tensor : layer.order) {
+            if (has_device_slots) { // a device need not take bytes while it computes
+                await_stage(layer, tensor, 0);
+            }
+        }
         counters[phase].wait_us += lh::now_us() - start_us;
         return;
     }
@@ -203,6 +208,9 @@ void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * pl
         if (place.expert < 0 || place.expert >= layer.n_expert() || place.slot < 0 || place.slot >= layer.n_slots() ||
             place.stage < 0 || place.stage >= layer.plan.n_stages) {
             throw lh::layer_error(layer, "a place is out of range");
+        }
+        if (place.is_load && layer.slot_of[place.expert] >= 0) {
+            throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is loaded twice");
         }
         if (!place.is_load && layer.seen_slot[place.expert] != place.slot) {
             throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is not in its slot");
