@@ -94,22 +94,25 @@ def rate(runs: list[Run], n_tokens: int, key: str) -> str:
 
 
 def print_table(args: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
-    """Print a markdown table of all variants."""
-    print("| run | pp tok/s | tg tok/s | hit rate | MiB/token | waiting | peak RSS MiB |")
-    print("|---|---|---|---|---|---|---|")
+    """Print a markdown table of all variants; counters are of the decode if there is one."""
+    phase = "tg" if args.n_gen else "pp"
+    print(
+        "| run | pp tok/s | tg tok/s | hit rate | MiB/token | waiting | x roofline | peak RSS MiB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name, found in runs.items():
         cells = [name, rate(found, args.n_prompt, "pp_s"), rate(found, args.n_gen, "tg_s")]
-        if "tg_hit_rate" in found[0]:
-            read_mib = statistics.median(r["tg_read_bytes_per_token"] for r in found) / MIB
-            cells.append(f"{statistics.median(r['tg_hit_rate'] for r in found):.1%}")
-            cells.append(f"{read_mib:.1f}")
-            waiting = statistics.median(
-                (r["tg_wait_s"] + r["pp_wait_s"]) / (r["tg_compute_s"] + r["pp_compute_s"])
-                for r in found
-            )
-            cells.append(f"{waiting:.0%}")
+        if f"{phase}_hit_rate" in found[0]:
+
+            def median(key: str, found: list[Run] = found) -> float:
+                return statistics.median(r[f"{phase}_{key}"] for r in found)
+
+            cells.append(f"{median('hit_rate'):.1%}")
+            cells.append(f"{median('read_bytes_per_token') / MIB:.1f}")
+            cells.append(f"{median('wait_s') / median('compute_s'):.0%}")
+            cells.append(f"{median('roofline_ratio'):.2f}")
         else:
-            cells += ["-", "-", "-"]
+            cells += ["-", "-", "-", "-"]
         cells.append(f"{statistics.median(r['peak_rss_bytes'] for r in found) / MIB:.0f}")
         print("| " + " | ".join(cells) + " |")
 

@@ -52,6 +52,8 @@ def counters(stats: Stats) -> dict[str, object]:
         found[f"{name}_read_s"] = c.read_s
         found[f"{name}_plan_s"] = c.plan_s
         found[f"{name}_repack_s"] = c.repack_s
+        found[f"{name}_disk_s"] = c.disk_s
+        found[f"{name}_roofline_ratio"] = c.roofline_ratio
     return found
 
 

@@ -368,6 +368,33 @@ def test_more_sequences_than_tokens_in_a_ubatch_have_room_in_the_graph(tmp_path:
             assert context.decode([1, 2, 3]).shape == (3, loaded.n_vocab)
 
 
+def test_needed_experts_come_in_the_order_of_their_last_rows(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []  # of layer 0
+    on_plan = Engine._on_plan
+
+    def spy(self: Engine, layer: int, n_stages: int, needed: list[int], missing: list[int]) -> None:
+        if layer == 0:
+            asked.append(needed)
+        on_plan(self, layer, n_stages, needed, missing)
+
+    monkeypatch.setattr(Engine, "_on_plan", spy)
+    tokens = evaluated_tokens(128, 6)
+    with open_engine(read_index(tiny), 2), llama.Model(tiny) as loaded:
+        with llama.Context(loaded) as context:
+            for token in tokens:
+                context.decode([token])
+        one_by_one, asked = asked, []
+        with llama.Context(loaded) as context:
+            context.decode(tokens)
+    assert len(one_by_one) == len(tokens)  # each missed something
+    order = [expert for needed in one_by_one for expert in needed]
+    last = {expert: i for i, expert in enumerate(order)}
+    assert asked == [sorted(last, key=lambda expert: last[expert])]
+    assert len(last) > 2
+
+
 def test_a_prompt_of_many_ubatches_reads_no_layer_in_vain(tmp_path: Path) -> None:
     path = write_tiny_moe(tmp_path / "m.gguf", n_expert=16)
     model = read_index(path)
