@@ -165,7 +165,7 @@ void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
         submit_ahead(layer);
         for (int32_t tensor : layer.order) {
             if (has_device_slots) { // a device need not take bytes while it computes
-                await_stage(layer, tensor, 0);
+                await(layer.plan.reads[tensor][0].batch);
             }
         }
         counters[phase].wait_us += lh::now_us() - start_us;
