@@ -134,9 +134,9 @@ class Engine(Closing):
 
     def _functions(self) -> StreamFunctions:
         return StreamFunctions(
-            on_plan=self._on_plan,
-            on_ahead=self._on_ahead,
-            on_complete=self._on_complete,
+            on_plan=self._changing(self._on_plan),
+            on_ahead=self._changing(self._on_ahead),
+            on_complete=self._changing(self._on_complete),
             on_reset=self._on_reset,
             on_failure=self._on_failure,
         )
@@ -146,50 +146,46 @@ class Engine(Closing):
             residency.clear()
         self._loading.clear()
 
-    # A layer forgets its experts if anything is raised while they change, even by a signal.
+    def _changing(self, change: Callable[..., None]) -> Callable[..., None]:
+        """Have a layer forget its experts if anything is raised in a change, even by a signal."""
+
+        def call(layer_index: int, *args: object) -> None:
+            try:
+                change(layer_index, *args)
+            except BaseException:
+                self._residencies[layer_index].clear()
+                raise
+
+        return call
 
     def _on_plan(
         self, layer_index: int, n_stages: int, needed: list[int], missing: list[int]
     ) -> None:
         residency = self._residencies[layer_index]
         self._loading.pop(layer_index, None)
-        try:
-            step: Plan
-            if n_stages <= 2:
-                step = plan(residency, needed, missing)
-                residency.evict(step)
-                self._stream.load(layer_index, step.loads)
-            else:
-                step = staged = plan_stages(residency, needed, missing)
-                residency.evict(step)
-                self._stream.set_stages(layer_index, staged.places)
-            self._stream.count_evictions(step.n_evictions)
-            self._loading[layer_index] = step
-        except BaseException:
-            residency.clear()
-            raise
+        step: Plan
+        if n_stages <= 2:
+            step = plan(residency, needed, missing)
+            residency.evict(step)
+            self._stream.load(layer_index, step.loads)
+        else:
+            step = staged = plan_stages(residency, needed, missing)
+            residency.evict(step)
+            self._stream.set_stages(layer_index, staged.places)
+        self._stream.count_evictions(step.n_evictions)
+        self._loading[layer_index] = step
 
     def _on_ahead(self, layer_index: int, n_selected: int) -> None:
-        residency = self._residencies[layer_index]
-        try:
-            step = plan_ahead(residency, n_selected)
-            if step.loads:
-                self._stream.load_ahead(layer_index, step.loads)
-                self._loading[layer_index] = step
-        except BaseException:
-            residency.clear()
-            raise
+        step = plan_ahead(self._residencies[layer_index], n_selected)
+        if step.loads:
+            self._stream.load_ahead(layer_index, step.loads)
+            self._loading[layer_index] = step
 
     def _on_complete(self, layer_index: int, is_read: bool) -> None:
         """Enter what has been loaded; what fails is never entered, so its slots stay free."""
-        residency = self._residencies[layer_index]
-        try:
-            step = self._loading.pop(layer_index, None)
-            if step is not None and is_read:
-                residency.apply(step)
-        except BaseException:
-            residency.clear()
-            raise
+        step = self._loading.pop(layer_index, None)
+        if step is not None and is_read:
+            self._residencies[layer_index].apply(step)
 
     def _on_failure(self, error: BaseException) -> None:
         if self._on_error:

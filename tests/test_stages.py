@@ -9,7 +9,6 @@ from test_planner import Case as WholeCase
 from test_planner import check_consistent, state
 
 from longhaul.planner import (
-    ROWS_PER_EXPERT,
     Plan,
     StagedPlan,
     kept_slots,
@@ -185,7 +184,7 @@ def test_a_stage_is_loaded_while_another_is_computed(case: Case) -> None:
 def test_reading_ahead_fills_free_slots_and_nothing_else(case: Case) -> None:
     residency = case.residency("lru")
     before = state(residency)
-    step = plan_ahead(residency, ROWS_PER_EXPERT * case.n_expert)
+    step = plan_ahead(residency, 32 * case.n_expert)
     assert state(residency) == before
     assert step.victims == ()
     n_missing = case.n_expert - len(case.resident)
@@ -197,5 +196,5 @@ def test_reading_ahead_fills_free_slots_and_nothing_else(case: Case) -> None:
 
 def test_nothing_is_read_ahead_where_few_rows_are_routed() -> None:
     residency = Residency([-1] * 8, [-1] * 4, [0] * 4, POLICIES["lru"])
-    assert plan_ahead(residency, ROWS_PER_EXPERT * 8 - 1) == Plan((), ())
-    assert len(plan_ahead(residency, ROWS_PER_EXPERT * 8).loads) == 4
+    assert plan_ahead(residency, 255) == Plan((), ())
+    assert len(plan_ahead(residency, 256).loads) == 4

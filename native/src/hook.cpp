@@ -11,16 +11,10 @@
 
 namespace lh {
 
-// A slot tensor of a loaded model: which one of its layer.
-struct slot_tensor {
-    stream_layer * layer;
-    int32_t        tensor;
-};
-
 // Changed only while models are loaded or freed, and by the API.
-static std::mutex                                           registry_mutex;
-static std::vector<lh_stream *>                             active_streams;
-static std::unordered_map<const ggml_tensor *, slot_tensor> slot_tensors;
+static std::mutex                                            registry_mutex;
+static std::vector<lh_stream *>                              active_streams;
+static std::unordered_map<const ggml_tensor *, tensor_place> slot_tensors;
 
 static const char * refusal(const llama_model_params & params) {
     if (params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
@@ -76,14 +70,8 @@ static void hook_close(void * handle) {
 }
 
 static int64_t hook_n_slots(void * handle, const char * name) {
-    for (const stream_layer & layer : static_cast<model_handle *>(handle)->stream->layers) {
-        for (const expert_tensor & tensor : layer.tensors) {
-            if (tensor.name == name) {
-                return static_cast<int64_t>(layer.expert_of.size());
-            }
-        }
-    }
-    return 0;
+    const stream_layer * layer = static_cast<model_handle *>(handle)->stream->find(name).layer;
+    return layer ? layer->n_slots() : 0;
 }
 
 static ggml_backend_buffer * hook_alloc(void * handle, ggml_context * ctx, ggml_backend_buffer_type * buft) {
@@ -99,13 +87,7 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
     lh_stream *                 stream = static_cast<model_handle *>(handle)->stream;
     const lh_status             status = guarded([&] {
         stream->bind(slots);
-        for (stream_layer & layer : stream->layers) {
-            for (size_t i = 0; i < layer.tensors.size(); i++) {
-                if (layer.tensors[i].slots == slots) {
-                    slot_tensors[slots] = { &layer, static_cast<int32_t>(i) };
-                }
-            }
-        }
+        slot_tensors[slots] = stream->find(slots->name);
     });
     if (status != LH_STATUS_OK) {
         log_line(GGML_LOG_LEVEL_ERROR, lh_last_error());

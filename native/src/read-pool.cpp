@@ -38,22 +38,19 @@ static uint8_t * allocate_buffer(int64_t size) {
     return static_cast<uint8_t *>(buffer);
 }
 
-std::vector<piece> split_range(int64_t size, int64_t chunk_bytes, int64_t unit, int64_t head) {
-    const int64_t n_units  = (head + size + unit - 1) / unit;
-    const int64_t n_max    = std::max<int64_t>(chunk_bytes / unit, 1);
-    const int64_t n_pieces = (n_units + n_max - 1) / n_max;
+std::vector<piece> split_file_range(int64_t offset, int64_t size, int64_t chunk_bytes) {
+    const int64_t head     = offset % block_bytes;
+    const int64_t n_blocks = (head + size + block_bytes - 1) / block_bytes;
+    const int64_t n_max    = std::max<int64_t>(chunk_bytes / block_bytes, 1);
+    const int64_t n_pieces = (n_blocks + n_max - 1) / n_max;
 
     std::vector<piece> pieces;
     for (int64_t i = 0; i < n_pieces; i++) {
-        const int64_t first = std::max<int64_t>(n_units * i / n_pieces * unit - head, 0);
-        const int64_t last  = std::min(n_units * (i + 1) / n_pieces * unit - head, size);
+        const int64_t first = std::max<int64_t>(n_blocks * i / n_pieces * block_bytes - head, 0);
+        const int64_t last  = std::min(n_blocks * (i + 1) / n_pieces * block_bytes - head, size);
         pieces.push_back({ first, last - first });
     }
     return pieces;
-}
-
-std::vector<piece> split_file_range(int64_t offset, int64_t size, int64_t chunk_bytes) {
-    return split_range(size, chunk_bytes, block_bytes, offset % block_bytes);
 }
 
 static error read_error(const read_file & file, int64_t offset, int64_t size, int code) {

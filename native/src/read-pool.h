@@ -77,14 +77,10 @@ struct piece {
     int64_t size;
 };
 
-// The pieces of a range of size bytes that starts head bytes after a multiple of unit: evenly sized, cut at multiples of unit,
-// at most chunk_bytes each if that is a unit or more.
-std::vector<piece> split_range(int64_t size, int64_t chunk_bytes, int64_t unit, int64_t head);
-
 // File offset, length and address of a direct read are multiples of this: no block device in use has larger blocks.
 constexpr int64_t block_bytes = 4096;
 
-// The same, cut where a direct read can start.
+// The pieces of a range: evenly sized, cut where a direct read can start, at most chunk_bytes each if that is a block or more.
 std::vector<piece> split_file_range(int64_t offset, int64_t size, int64_t chunk_bytes);
 
 } // namespace lh

@@ -204,8 +204,9 @@ ggml_backend_buffer * lh_stream::alloc(ggml_context * ctx, ggml_backend_buffer_t
     lh::touch(static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer)), size);
     uintptr_t end = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(buffer));
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-        uintptr_t     address = lh::round_up(end, alignment);
-        const int64_t offset  = offset_of(t->name);
+        const auto [layer, index] = find(t->name);
+        const int64_t offset      = layer ? layer->tensors[index].offset : -1;
+        uintptr_t     address     = lh::round_up(end, alignment);
         if (offset >= 0 && offset % alignment == 0 && t->nb[2] % lh::block_bytes == 0) {
             address = lh::round_up(end - offset % lh::block_bytes, lh::block_bytes) + offset % lh::block_bytes;
         }
@@ -218,42 +219,34 @@ ggml_backend_buffer * lh_stream::alloc(ggml_context * ctx, ggml_backend_buffer_t
     return buffer;
 }
 
-// Where a routed tensor lies in its file; -1: there is none of this name.
-int64_t lh_stream::offset_of(const std::string & name) const {
-    for (const lh::stream_layer & layer : layers) {
-        for (const lh::expert_tensor & tensor : layer.tensors) {
-            if (tensor.name == name) {
-                return tensor.offset;
+lh::tensor_place lh_stream::find(const std::string & name) {
+    for (lh::stream_layer & layer : layers) {
+        for (size_t i = 0; i < layer.tensors.size(); i++) {
+            if (layer.tensors[i].name == name) {
+                return { &layer, static_cast<int32_t>(i) };
             }
         }
     }
-    return -1;
+    return { nullptr, -1 };
 }
 
 void lh_stream::bind(ggml_tensor * slots) {
-    for (lh::stream_layer & layer : layers) {
-        for (size_t i = 0; i < layer.tensors.size(); i++) {
-            lh::expert_tensor & tensor = layer.tensors[i];
-            if (tensor.name != slots->name) {
-                continue;
-            }
-            if (slots->ne[2] != layer.n_slots() || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes ||
-                tensor.slots) {
-                throw lh::error(LH_STATUS_INVALID_ARGUMENT,
-                                tensor.name + ": the slot tensor has another shape than planned");
-            }
-            tensor.kind  = lh::kind_of(slots);
-            tensor.slots = slots;
-            layer.order.push_back(static_cast<int32_t>(i));
-            slot_bytes += ggml_nbytes(slots);
-            has_device_slots |= tensor.kind == lh::slot_kind::device;
-            if (tensor.kind == lh::slot_kind::repacked) {
-                repacked_bytes += ggml_nbytes(slots);
-            }
-            return;
-        }
+    const auto [layer, index] = find(slots->name);
+    if (!layer) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": unknown tensor");
     }
-    throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": unknown tensor");
+    lh::expert_tensor & tensor = layer->tensors[index];
+    if (slots->ne[2] != layer->n_slots() || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes || tensor.slots) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, tensor.name + ": the slot tensor has another shape than planned");
+    }
+    tensor.kind  = lh::kind_of(slots);
+    tensor.slots = slots;
+    layer->order.push_back(index);
+    slot_bytes += ggml_nbytes(slots);
+    has_device_slots |= tensor.kind == lh::slot_kind::device;
+    if (tensor.kind == lh::slot_kind::repacked) {
+        repacked_bytes += ggml_nbytes(slots);
+    }
 }
 
 void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {

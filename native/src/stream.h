@@ -68,6 +68,12 @@ struct stage_plan {
 
 struct stream_layer;
 
+// A routed tensor: which one of its layer.
+struct tensor_place {
+    stream_layer * layer;
+    int32_t        tensor;
+};
+
 // What a sync op stands before: one stage of one tensor.
 struct sync_point {
     stream_layer * layer;
@@ -108,8 +114,11 @@ struct lh_stream {
     explicit lh_stream(const lh_stream_params & params);
 
     // One model at a time: false when another one holds the stream.
-    bool                  acquire();
-    void                  release();
+    bool             acquire();
+    void             release();
+    // A routed tensor by its name; no layer: there is none.
+    lh::tensor_place find(const std::string & name);
+
     // Allocates slot tensors so that experts can be read into them directly; null: no memory.
     ggml_backend_buffer * alloc(ggml_context * ctx, ggml_backend_buffer_type * buft);
     void                  bind(ggml_tensor * slots);
@@ -151,27 +160,26 @@ struct lh_stream {
     bool    is_loaded        = false;
 
   private:
-    void    reset_tables();
-    int64_t offset_of(const std::string & name) const;
-    void    collect(lh::stream_layer & layer, const ggml_tensor * ids);
-    void    request_plan(lh::stream_layer & layer);
-    void    begin_layer(lh::stream_layer & layer, const ggml_tensor * ids);
-    void    begin_plan(lh::stream_layer & layer);
-    void    await_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
-    void    await(lh::read_batch & batch);
-    void    check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
-    void    find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const;
-    void    submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
-    bool    submit_ahead(lh::stream_layer & layer);
-    void    ask_ahead(const lh::stream_layer & layer, int64_t n_selected);
-    void    settle_ahead(lh::stream_layer & layer);
-    void    report_complete(const lh::stream_layer & layer);
-    void    drop(lh::stream_layer & layer);
-    void    complete(lh::stream_layer & layer);
-    void    settle(lh::stream_layer & layer);
-    void    stamp(lh::stream_layer & layer);
-    void    add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
-                     std::vector<lh::read_chunk> & chunks);
+    void reset_tables();
+    void collect(lh::stream_layer & layer, const ggml_tensor * ids);
+    void request_plan(lh::stream_layer & layer);
+    void begin_layer(lh::stream_layer & layer, const ggml_tensor * ids);
+    void begin_plan(lh::stream_layer & layer);
+    void await_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
+    void await(lh::read_batch & batch);
+    void check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
+    void find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const;
+    void submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
+    bool submit_ahead(lh::stream_layer & layer);
+    void ask_ahead(const lh::stream_layer & layer, int64_t n_selected);
+    void settle_ahead(lh::stream_layer & layer);
+    void report_complete(const lh::stream_layer & layer);
+    void drop(lh::stream_layer & layer);
+    void complete(lh::stream_layer & layer);
+    void settle(lh::stream_layer & layer);
+    void stamp(lh::stream_layer & layer);
+    void add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
+                  std::vector<lh::read_chunk> & chunks);
 
     lh_read_pool * pool;
     lh_plan_fn     on_plan;

@@ -163,8 +163,8 @@ void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
         const int64_t start_us = lh::now_us();
         request_plan(layer);
         submit_ahead(layer);
-        for (int32_t tensor : layer.order) {
-            if (has_device_slots) { // a device need not take bytes while it computes
+        if (has_device_slots) { // a device need not take bytes while it computes
+            for (int32_t tensor : layer.order) {
                 await(layer.plan.reads[tensor][0].batch);
             }
         }
