@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from .errors import ConfigError
 
@@ -25,10 +26,10 @@ class Config:
     cache_bytes: int | None = None  # bytes for slot tensors; None: as much as memory allows
     n_io_threads: int = 4  # threads that read experts
     uncached: bool = True  # read past the page cache
-    repack: bool = True  # let the CPU backend repack expert weights
     policy: str = "lru"  # name of the eviction policy
     ubatch: str = "auto"  # one of UBATCH_MODES
     chunk_bytes: int = 512 * 1024  # one read: reaches a disk's full rate with 4 in flight
+    json_path: Path | None = None  # where the figures of the run are written when it ends
 
     def __post_init__(self) -> None:
         if self.cache_bytes is not None and not 0 < self.cache_bytes <= MAX_CACHE_BYTES:

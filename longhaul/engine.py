@@ -32,7 +32,7 @@ from .native import LayerShape, ReadPool, Stream, StreamFunctions
 from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
-from .stats import Stats
+from .stats import Record, Stats
 
 NO_UBATCH_LIMIT = 2**31 - 1
 SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
@@ -208,7 +208,7 @@ class Engine(Closing):
         return slots_bytes(self.model.layers, self.n_slots)
 
     def slot_bytes(self) -> tuple[int, int]:
-        """Return bytes of the slot tensors that llama.cpp allocated, and of those the repacked."""
+        """Return bytes of the slot tensors that llama.cpp allocated last, and of the repacked."""
         return self._stream.slot_bytes()
 
     def resident(self, layer_index: int) -> dict[int, int]:
@@ -221,6 +221,10 @@ class Engine(Closing):
     def stats(self) -> Stats:
         """Return the counters since the engine was opened."""
         return self._stream.stats()
+
+    def records(self) -> list[Record]:
+        """Return the counters of each of the last ubatches, 4096 at most, the last one last."""
+        return self._stream.records()
 
     def close(self) -> None:
         """Let later loads run whole; raises NativeError while a loaded model still streams.

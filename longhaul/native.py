@@ -5,6 +5,7 @@ the first use.
 """
 
 import errno
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import cffi
 from .closing import Closing
 from .errors import ConfigError, LonghaulError, NativeError, PatchError, ReadError
 from .library import build_id, header_text, lib_path, openmp_environment
-from .stats import Counters, Stats
+from .stats import Counters, Record, Stats
 
 OK = 0
 _FILE_MODES = ("cached", "direct", "nocache", "dontneed")
@@ -213,6 +214,9 @@ class Stream(_Handle):
         params.path_model, params.shapes, params.n_layers = path, c_shapes, len(shapes)
         params.n_ubatch_staged, params.n_ubatch_unstaged = n_ubatch
         params.pool = pool.pointer
+        self.live_memory = mmap.mmap(-1, _lib().lh_live_bytes(c_shapes, len(shapes)))
+        self._live = ffi.cast("lh_live *", ffi.from_buffer(self.live_memory))
+        params.live = self._live
         callbacks = self._callbacks
         params.on_plan, params.on_ahead, params.on_complete, *rest = callbacks
         params.on_reset, params.on_failure = rest
@@ -324,19 +328,26 @@ class Stream(_Handle):
 
     def count_evictions(self, n: int) -> None:
         """Add to the evictions of the running phase."""
-        lib = _lib()
-        lib.lh_stream_counters(self.pointer)[lib.lh_stream_phase(self.pointer)].n_evictions += n
+        self._live.counters[_lib().lh_stream_phase(self.pointer)].n_evictions += n
 
     def stats(self) -> Stats:
         """Return a copy of the counters."""
-        counters = _lib().lh_stream_counters(self.pointer)
-        return Stats(*(_counters(counters[phase]) for phase in range(2)))
+        return Stats(*(_counters(self._live.counters[phase]) for phase in range(2)))
+
+    def records(self) -> list[Record]:
+        """Return what each of the last ubatches did, as many as are kept, the last one last."""
+        n_kept = _lib().LH_N_RECORDS
+        n_written = self._live.n_records
+        found = []
+        for i in range(max(n_written - n_kept, 0), n_written):
+            record = self._live.records[i % n_kept]
+            is_prefill = record.phase == _lib().LH_PHASE_PREFILL
+            found.append(Record(record.end_us / 1e6, is_prefill, _counters(record.counters)))
+        return found
 
     def slot_bytes(self) -> tuple[int, int]:
-        """Return bytes of the loaded model's slot tensors, and of those the repacked ones."""
-        total, repacked = _ffi().new("int64_t *"), _ffi().new("int64_t *")
-        _lib().lh_stream_slot_bytes(self.pointer, total, repacked)
-        return int(total[0]), int(repacked[0])
+        """Return bytes of the last model's slot tensors, and of those the repacked ones."""
+        return int(self._live.slot_bytes), int(self._live.repacked_bytes)
 
 
 def _counters(c: Any) -> Counters:

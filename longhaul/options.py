@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -84,6 +85,7 @@ def streaming_options(command: F) -> F:
         longhaul_io_threads: str,
         longhaul_policy: str,
         longhaul_ubatch: str,
+        longhaul_json: Path | None,
         **kwargs: object,
     ) -> object:
         config = None
@@ -98,6 +100,7 @@ def streaming_options(command: F) -> F:
                 n_io_threads=_whole_number("--longhaul-io-threads", longhaul_io_threads),
                 policy=longhaul_policy,
                 ubatch=longhaul_ubatch,
+                json_path=longhaul_json,
             )
         return command(*args, config=config, **kwargs)
 
@@ -184,5 +187,13 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
         show_default=True,
         help="what a ubatch does that selects more experts than there are slots: auto and keep"
         " compute it in stages, shrink makes it smaller",
+    ),
+    click.option(
+        "--longhaul-json",
+        envvar="LONGHAUL_JSON",
+        show_envvar=True,
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="write the figures of the run, and of each ubatch, to this file when it ends",
     ),
 ]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from .budget import GIB, MIB, BudgetPlan, MemoryLimit, gib_down, slots_bytes
 from .experts import MoeModel
-from .stats import Counters, Stats
+from .figures import RunFigures
+from .stats import Counters
 
 
 def span(values: Sequence[int]) -> str:
@@ -129,10 +130,17 @@ def time_split(counters: Counters) -> str:
     )
 
 
-def summary_lines(stats: Stats, peak_rss_bytes: int, planned_bytes: int) -> list[str]:
+def slots_line(run: RunFigures) -> str:
+    """Say how large the slots were, and whether they were in the CPU's repacked layout."""
+    share = run.repacked_bytes / run.slot_bytes if run.slot_bytes else 0.0
+    layout = {0.0: "as in the file", 1.0: "repacked"}.get(share, f"{share:.0%} repacked")
+    return f"slots   {run.slot_bytes / MIB:.1f} MiB, {layout}"
+
+
+def summary_lines(run: RunFigures) -> list[str]:
     """Say what happened: hit rates, bytes per token, rates, share of waiting, memory."""
     lines = []
-    for name, counters in (("prompt ", stats.prefill), ("tokens ", stats.decode)):
+    for name, counters in (("prompt ", run.stats.prefill), ("tokens ", run.stats.decode)):
         if counters.n_tokens:
             lines.append(
                 f"{name} {counters.n_tokens} at {counters.tokens_per_s:.2f} tok/s,"
@@ -140,13 +148,15 @@ def summary_lines(stats: Stats, peak_rss_bytes: int, planned_bytes: int) -> list
                 f" {counters.read_bytes_per_token / MIB:.2f} MiB read per token,"
                 f" {time_split(counters)}"
             )
-    total = stats.total
+    total = run.stats.total
     lines.append(
         f"total   {total.n_tokens} tokens, hit rate {total.hit_rate:.1%},"
         f" {total.read_bytes_per_token / MIB:.2f} MiB read per token,"
         f" {total.n_evictions} evictions, {total.n_errors} errors"
     )
+    lines.append(slots_line(run))
     lines.append(
-        f"memory  peak RSS {peak_rss_bytes / MIB:.0f} MiB, planned {planned_bytes / MIB:.0f} MiB"
+        f"memory  peak RSS {run.peak_rss_bytes / MIB:.0f} MiB,"
+        f" planned {run.planned_bytes / MIB:.0f} MiB"
     )
     return lines

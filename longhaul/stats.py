@@ -55,6 +55,15 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Hold the counters of one ubatch; `end_s` is by a clock that only goes forward."""
+
+    end_s: float
+    is_prefill: bool
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Hold the counters of prefill (pp) and decode (tg)."""
 

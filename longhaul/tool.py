@@ -11,8 +11,9 @@ from . import demo, native, report
 from .arguments import names_model, only_asks, read_arguments
 from .config import Config
 from .engine import Engine
+from .figures import RunFigures, write_json
 from .index import read_index
-from .launch import plan_run, tool_sizes
+from .launch import RunPlan, plan_run, tool_sizes
 
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
 
@@ -73,11 +74,39 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             say(line)
         code = run_tool(tool, program, [*NO_WARMUP, *plan.extra_args, *args])
-        stats = engine.stats()
-        if stats.total.n_tokens or stats.total.n_errors:
-            for line in report.summary_lines(stats, peak_rss_bytes(), plan.planned.total_bytes):
-                say(line)
+        _tell_figures(run_figures(plan, engine, config), config)
         return 1 if engine.take_error() is not None else code
+
+
+def run_figures(plan: RunPlan, engine: Engine, config: Config) -> RunFigures:
+    """Return the figures of a run up to now."""
+    slot_bytes, repacked_bytes = engine.slot_bytes()
+    return RunFigures(
+        model=plan.model.name or plan.model.path.name,
+        arch=plan.model.arch,
+        n_slots=plan.n_slots,
+        n_ubatch=plan.n_ubatch,
+        n_stages=plan.n_stages,
+        policy=config.policy,
+        budget_bytes=plan.budget_bytes,
+        slot_bytes=slot_bytes,
+        repacked_bytes=repacked_bytes,
+        planned_bytes=plan.planned.total_bytes,
+        peak_rss_bytes=peak_rss_bytes(),
+        stats=engine.stats(),
+        records=tuple(engine.records()),
+    )
+
+
+def _tell_figures(run: RunFigures, config: Config) -> None:
+    if run.stats.total.n_tokens or run.stats.total.n_errors:
+        for line in report.summary_lines(run):
+            say(line)
+    if config.json_path:
+        try:
+            write_json(run, config.json_path)
+        except OSError as e:
+            say(f"warning the figures are not in {config.json_path}: {e.strerror}")
 
 
 def _say_error(error: BaseException) -> None:

@@ -1,5 +1,6 @@
 """longhaul-cli as a user runs it: same text as without streaming, and what is said of it."""
 
+import json
 import re
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_the_summary_is_said_after(streamed: Result) -> None:
     assert streamed.lines[-1] == f"memory  peak RSS {peak} MiB, planned {planned} MiB"
     assert streamed.line("memory").startswith(f"memory  {planned} MiB planned")
     assert int(peak) <= int(planned) + 64
+
+
+def test_figures_are_those_of_the_summary(chat_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    result = run(
+        "longhaul-cli", "--model", chat_model, *SMALL, *ONE_ANSWER, "--longhaul-json", path
+    )
+    assert result.code == 0, result.err
+    figures = json.loads(path.read_text())
+    assert figures["total"]["n_tokens"] == result.counted("total") > 30
+    assert f"hit rate {figures['decode']['hit_rate']:.1%}" in result.line("tokens")
+    ubatches = figures["ubatches"]
+    assert [u["n_tokens"] for u in ubatches if u["phase"] == "decode"] == [1] * 23
+    for name in ("n_tokens", "n_hits", "n_misses", "n_evictions", "read_bytes"):
+        assert sum(u[name] for u in ubatches) == figures["total"][name] > 0
 
 
 def test_nothing_of_ours_is_on_stdout(streamed: Result) -> None:

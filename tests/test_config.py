@@ -86,7 +86,7 @@ def test_any_text_gives_a_size_or_a_one_line_refusal(text: str) -> None:
 def test_defaults() -> None:
     config = Config()
     assert (config.cache_bytes, config.n_io_threads, config.policy) == (None, 4, "lru")
-    assert config.uncached and config.repack
+    assert config.uncached
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, MAX_CACHE_BYTES + 1])

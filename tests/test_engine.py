@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from longhaul.experts import MoeModel
 from longhaul.index import read_index
 from longhaul.planner import StagedPlan, plan_stages
 from longhaul.residency import Residency
+from longhaul.stats import Counters
 
 SHRINK = Config(ubatch="shrink")
 
@@ -493,3 +494,38 @@ def test_recurrent_model_says_that_a_failure_cleared_its_context(
             engine.take_error()
             assert context.n_past == 0
             assert largest_difference(context.decode(tokens), wanted) == 0.0
+
+
+def test_records_are_of_single_ubatches_and_only_the_last_are_kept(tiny: Path) -> None:
+    model = read_index(tiny)
+    with (
+        Engine(model, [4] * 3, Config()) as engine,
+        llama.Model(tiny) as loaded,
+        llama.Context(loaded) as context,
+    ):
+        assert engine.records() == []
+        context.decode(list(range(6)))
+        for _ in range(3):
+            context.decode([1])
+        records = engine.records()
+        assert [record.is_prefill for record in records] == [True, False, False, False]
+        assert [record.counters.n_tokens for record in records] == [6, 1, 1, 1]
+        decoded = sum((record.counters for record in records[1:]), Counters())
+        stats = engine.stats()
+        assert replace(decoded, **seconds(stats.decode)) == stats.decode
+        assert decoded.compute_s == pytest.approx(stats.decode.compute_s)
+        assert 0 < records[-1].counters.compute_s < stats.decode.compute_s
+        assert [r.end_s for r in records] == sorted({r.end_s for r in records})
+        for _ in range(4100):
+            context.remove_from(9)
+            context.decode([2])
+        records = engine.records()
+        assert len(records) == 4096
+        assert {record.is_prefill for record in records} == {False}
+
+
+def seconds(counters: Counters) -> dict[str, float]:
+    """Return the fields that count seconds."""
+    names = [field.name for field in fields(Counters) if field.name.endswith("_s")]
+    assert names
+    return {name: getattr(counters, name) for name in names}

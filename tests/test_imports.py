@@ -35,8 +35,9 @@ OURS: dict[str, set[str]] = {
     "residency": VALUES | {"policy"},
     "planner": VALUES | {"policy", "residency"},
     "budget": VALUES,
+    "figures": {"stats"},
     "arguments": VALUES | {"budget"},
-    "report": VALUES | {"budget"},
+    "report": VALUES | {"budget", "figures"},
     "launch": VALUES | {"planner", "budget", "arguments", "report"},
     # 2, boundary: never pure policy, never each other
     "gguf_header": VALUES,
@@ -48,7 +49,10 @@ OURS: dict[str, set[str]] = {
     "engine": VALUES | PURE | BOUNDARY | {"closing"},
     # 4
     "options": {"errors", "config", "policy"},
-    "tool": VALUES | PURE | BOUNDARY | {"engine", "arguments", "launch", "report", "demo"},
+    "tool": VALUES
+    | PURE
+    | BOUNDARY
+    | {"engine", "arguments", "launch", "report", "demo", "figures"},
     # 5: never one another
     "cli": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
     "main": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},

@@ -5,6 +5,7 @@ import pytest
 
 from longhaul.budget import MIB, MemoryLimit, RunSizes, auto_budget
 from longhaul.experts import ExpertTensor, MoeLayer, MoeModel
+from longhaul.figures import RunFigures
 from longhaul.report import (
     PlannedMemory,
     budget_lines,
@@ -146,6 +147,24 @@ def test_planned_memory_takes_a_plan_without_its_floor() -> None:
     assert terms == plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + 9 * MIB
 
 
+def figures(stats: Stats, repacked_bytes: int = 0) -> RunFigures:
+    return RunFigures(
+        model="Tiny",
+        arch="qwen3moe",
+        n_slots=(8, 8),
+        n_ubatch=512,
+        n_stages=1,
+        policy="lru",
+        budget_bytes=17 * MIB,
+        slot_bytes=16 * MIB,
+        repacked_bytes=repacked_bytes,
+        planned_bytes=710 * MIB,
+        peak_rss_bytes=700 * MIB,
+        stats=stats,
+        records=(),
+    )
+
+
 def test_summary() -> None:
     prefill = Counters(
         n_tokens=20,
@@ -168,7 +187,7 @@ def test_summary() -> None:
         wait_s=6.0,
         disk_s=7.0,
     )
-    assert summary_lines(Stats(prefill, decode), 700 * MIB, 710 * MIB) == [
+    assert summary_lines(figures(Stats(prefill, decode))) == [
         "prompt  20 at 10.00 tok/s, hit rate 75.0%,"
         " 2.00 MiB read per token, 25% of the time waiting"
         " (reads 20%, repacking 3%, planning 2%), 1.33 x the roofline",
@@ -176,17 +195,26 @@ def test_summary() -> None:
         " 1.00 MiB read per token, 75% of the time waiting"
         " (reads 0%, repacking 0%, planning 0%), 1.14 x the roofline",
         "total   84 tokens, hit rate 85.7%, 1.24 MiB read per token, 9 evictions, 0 errors",
+        "slots   16.0 MiB, as in the file",
         "memory  peak RSS 700 MiB, planned 710 MiB",
     ]
 
 
 def test_summary_of_a_run_that_evaluated_nothing() -> None:
-    lines = summary_lines(Stats(), MIB, MIB)
-    assert [line.split()[0] for line in lines] == ["total", "memory"]
+    lines = summary_lines(figures(Stats()))
+    assert [line.split()[0] for line in lines] == ["total", "slots", "memory"]
     assert "0 tokens" in lines[0]
 
 
 def test_summary_counts_errors() -> None:
-    lines = summary_lines(Stats(decode=Counters(n_tokens=1, n_errors=3)), MIB, MIB)
+    lines = summary_lines(figures(Stats(decode=Counters(n_tokens=1, n_errors=3))))
     assert lines[0].startswith("tokens  1 at 0.00 tok/s")
     assert lines[1].endswith(", 3 errors")
+
+
+@pytest.mark.parametrize(
+    ("repacked_bytes", "layout"),
+    [(0, "as in the file"), (16 * MIB, "repacked"), (4 * MIB, "25% repacked")],
+)
+def test_summary_says_how_slots_are_laid_out(repacked_bytes: int, layout: str) -> None:
+    assert f"slots   16.0 MiB, {layout}" in summary_lines(figures(Stats(), repacked_bytes))

@@ -1,9 +1,11 @@
 """What surrounds a run of one of llama.cpp's tools, with nothing native behind it."""
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from models import write_tiny_dense
 from longhaul import native, tool
 from longhaul.config import Config
 from longhaul.errors import ConfigError, ReadError
-from longhaul.stats import Counters, Stats
+from longhaul.stats import Counters, Record, Stats
 
 CONFIG = Config(cache_bytes=2**20)
 
@@ -38,6 +40,12 @@ class FakeEngine:
 
     def stats(self) -> Stats:
         return Stats(decode=self.counters)
+
+    def records(self) -> list[Record]:
+        return [Record(1.0, False, self.counters)]
+
+    def slot_bytes(self) -> tuple[int, int]:
+        return 2**20, 0
 
     def take_error(self) -> BaseException | None:
         return self.error
@@ -99,7 +107,27 @@ def test_the_plan_comes_before_the_run_and_the_summary_after(
     assert run("-m", tiny, "-c", "64") == 0
     assert before[0] == "model"
     assert {"cache", "ubatch", "memory", "reads"} <= set(before)
-    assert firsts(capsys) == ["tokens", "total", "memory"]
+    assert firsts(capsys) == ["tokens", "total", "slots", "memory"]
+
+
+def test_figures_are_written_where_they_are_wanted(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    config = replace(CONFIG, json_path=path)
+    assert run("-m", tiny, "-c", "64", config=config) == 0
+    figures = json.loads(path.read_text())
+    assert figures["decode"]["n_tokens"] == 3
+    assert figures["n_slots"] == [5, 5, 4]
+    assert len(figures["ubatches"]) == 1
+
+
+def test_figures_that_cannot_be_written_do_not_lose_the_answer(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(CONFIG, json_path=tmp_path / "missing" / "figures.json")
+    assert run("-m", tiny, "-c", "64", config=config) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("longhaul: warning the figures are not in ")
+    assert last.endswith("No such file or directory")
 
 
 def test_options_follow_in_their_order_and_warm_up_is_off(tiny: Path, tools: FakeTools) -> None:

@@ -88,7 +88,7 @@ typedef struct lh_layer_shape {
     const int32_t * n_stages;      // [n_expert + 1] stages of a ubatch that selects so many distinct experts at most
 } lh_layer_shape;
 
-// The slot table of one layer. Both sides read it; stamps are written by the sync op, the rest by the caller of the API.
+// The slot table of one layer, in lh_live. Both sides read it; stamps are written by the sync op, the rest by the caller of the API.
 typedef struct lh_slot_table {
     int32_t * slot_of;   // [n_expert]  slot that holds the expert, -1: none
     int32_t * expert_of; // [n_slots]   expert in the slot, -1: free
@@ -116,6 +116,26 @@ typedef struct lh_counters {
     int64_t disk_us;    // of compute_us, in which something was being read
     int64_t n_errors;
 } lh_counters;
+
+// One ubatch that has ended.
+typedef struct lh_record {
+    int64_t     end_us; // by a clock that only goes forward
+    int32_t     phase;
+    int32_t     reserved;
+    lh_counters counters; // of this ubatch alone
+} lh_record;
+
+enum { LH_N_RECORDS = 4096 };
+
+// What can be watched while a stream works: lh_live_bytes of memory, all zero at first, that other processes may map as well.
+// The slot tables follow: for each layer slot_of, expert_of and last_use, each of them at a multiple of 8 bytes.
+typedef struct lh_live {
+    int64_t     slot_bytes;            // of the slot tensors of the model that was loaded last
+    int64_t     repacked_bytes;        // of those, in the CPU's repacked layout
+    int64_t     n_records;             // ever written; the last one is records[(n_records - 1) % LH_N_RECORDS]
+    lh_counters counters[LH_N_PHASES]; // since the stream was made; those of the running ubatch's phase grow
+    lh_record   records[LH_N_RECORDS];
+} lh_live;
 
 // What a layer needs in one ubatch: distinct experts, those whose last row (token, choice) comes later later.
 typedef struct lh_request {
@@ -149,6 +169,7 @@ typedef struct lh_stream_params {
     int32_t                n_ubatch_staged;   // contexts get min(this, their n_ubatch) where stages can be computed,
     int32_t                n_ubatch_unstaged; // and min(this, their n_ubatch) where not; 0: such contexts are refused
     lh_read_pool *         pool;              // must outlive the stream
+    lh_live *              live;              // must outlive the stream; lh_live_bytes of it
     lh_plan_fn             on_plan;
     lh_ahead_fn            on_ahead;
     lh_complete_fn         on_complete;
@@ -162,6 +183,9 @@ typedef struct lh_load {
     int32_t slot;
 } lh_load;
 
+// Bytes of lh_live and the tables behind it.
+LH_API int64_t lh_live_bytes(const lh_layer_shape * shapes, int32_t n_layers);
+
 LH_API lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream);
 // Only when no model uses it: LH_STATUS_STATE otherwise, and nothing is freed. NULL is allowed.
 LH_API lh_status lh_stream_free(lh_stream * stream);
@@ -173,12 +197,8 @@ LH_API lh_status lh_stream_add_tensor(lh_stream * stream, const char * name, int
 // From now on a model that is loaded from path_model streams; off: it is loaded whole. One model at a time.
 LH_API lh_status lh_stream_set_active(lh_stream * stream, bool active);
 
-// Pointers into the stream, valid until it is freed. Counters: [LH_N_PHASES], those of the running ubatch's phase grow.
-LH_API lh_status     lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table);
-LH_API lh_counters * lh_stream_counters(lh_stream * stream);
-
-// Bytes of the slot tensors of the loaded model, 0 when none is loaded; repacked: of those, bytes in the CPU's repacked layout.
-LH_API void lh_stream_slot_bytes(const lh_stream * stream, int64_t * total, int64_t * repacked);
+// Pointers into lh_stream_params::live.
+LH_API lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table);
 
 // Phase of the running ubatch; LH_N_PHASES outside of one.
 LH_API lh_phase lh_stream_phase(const lh_stream * stream);

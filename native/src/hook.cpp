@@ -71,7 +71,7 @@ static void hook_close(void * handle) {
 
 static int64_t hook_n_slots(void * handle, const char * name) {
     const stream_layer * layer = static_cast<model_handle *>(handle)->stream->find(name).layer;
-    return layer ? layer->n_slots() : 0;
+    return layer ? layer->n_slots : 0;
 }
 
 static ggml_backend_buffer * hook_alloc(void * handle, ggml_context * ctx, ggml_backend_buffer_type * buft) {
@@ -99,15 +99,16 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
 static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wanted) {
     int32_t least = INT32_MAX, most = 0, n_stages = 1;
     for (const stream_layer & layer : stream.layers) {
-        least    = std::min(least, layer.n_slots());
-        most     = std::max(most, layer.n_slots());
+        least    = std::min(least, layer.n_slots);
+        most     = std::max(most, layer.n_slots);
         n_stages = std::max(n_stages, stream.n_stages_for(layer, int64_t(n_ubatch) * layer.n_expert_used));
     }
-    const std::string text = "n_ubatch = " + std::to_string(n_ubatch) + " of " + std::to_string(wanted) +
-                             " asked for, " + std::to_string(least) + " to " + std::to_string(most) +
-                             " slots per layer, up to " + std::to_string(n_stages) + " stages per layer, " +
-                             std::to_string(100 * stream.repacked_bytes / std::max<int64_t>(stream.slot_bytes, 1)) +
-                             " % of the slots' bytes repacked";
+    const std::string text =
+        "n_ubatch = " + std::to_string(n_ubatch) + " of " + std::to_string(wanted) + " asked for, " +
+        std::to_string(least) + " to " + std::to_string(most) + " slots per layer, up to " + std::to_string(n_stages) +
+        " stages per layer, " +
+        std::to_string(100 * stream.live->repacked_bytes / std::max<int64_t>(stream.live->slot_bytes, 1)) +
+        " % of the slots' bytes repacked";
     log_line(n_ubatch < wanted ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO, text);
 }
 
@@ -200,12 +201,16 @@ static const llama_stream_hook hook = {
 
 } // namespace lh
 
+int64_t lh_live_bytes(const lh_layer_shape * shapes, int32_t n_layers) {
+    return lh::live_bytes(shapes, n_layers);
+}
+
 lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream) {
     return lh::guarded([&] {
         if (!params->path_model || params->n_layers < 1 || params->n_ubatch_staged < 0 ||
-            params->n_ubatch_unstaged < 0 || !params->pool || !params->on_plan || !params->on_ahead ||
+            params->n_ubatch_unstaged < 0 || !params->pool || !params->live || !params->on_plan || !params->on_ahead ||
             !params->on_complete || !params->on_reset || !params->on_failure) {
-            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a pool and callbacks");
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a pool, memory and callbacks");
         }
         *stream = new lh_stream(*params);
     });
@@ -263,21 +268,7 @@ lh_status lh_stream_set_active(lh_stream * stream, bool active) {
 }
 
 lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table) {
-    return lh::guarded([&] {
-        lh::stream_layer & layer = stream->layer_at(layer_index);
-        table->slot_of           = layer.slot_of.data();
-        table->expert_of         = layer.expert_of.data();
-        table->last_use          = layer.last_use.data();
-    });
-}
-
-lh_counters * lh_stream_counters(lh_stream * stream) {
-    return stream->counters;
-}
-
-void lh_stream_slot_bytes(const lh_stream * stream, int64_t * total, int64_t * repacked) {
-    *total    = stream->slot_bytes;
-    *repacked = stream->repacked_bytes;
+    return lh::guarded([&] { *table = stream->layer_at(layer_index).table; });
 }
 
 lh_phase lh_stream_phase(const lh_stream * stream) {

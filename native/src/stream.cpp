@@ -108,6 +108,26 @@ static void repack_rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, 
     }
 }
 
+static int64_t table_bytes(const lh_layer_shape & shape) {
+    return round_up(shape.n_expert * sizeof(int32_t), 8) + round_up(shape.n_slots * sizeof(int32_t), 8) +
+           shape.n_slots * sizeof(int64_t);
+}
+
+static lh_slot_table table_at(uint8_t * memory, const lh_layer_shape & shape) {
+    uint8_t * expert_of = memory + round_up(shape.n_expert * sizeof(int32_t), 8);
+    uint8_t * last_use  = expert_of + round_up(shape.n_slots * sizeof(int32_t), 8);
+    return { reinterpret_cast<int32_t *>(memory), reinterpret_cast<int32_t *>(expert_of),
+             reinterpret_cast<int64_t *>(last_use) };
+}
+
+int64_t live_bytes(const lh_layer_shape * shapes, int32_t n_layers) {
+    int64_t n_bytes = sizeof(lh_live);
+    for (int32_t i = 0; i < n_layers; i++) {
+        n_bytes += table_bytes(shapes[i]);
+    }
+    return n_bytes;
+}
+
 } // namespace lh
 
 lh_stream::lh_stream(const lh_stream_params & params) :
@@ -115,6 +135,7 @@ lh_stream::lh_stream(const lh_stream_params & params) :
     n_ubatch_staged(params.n_ubatch_staged),
     n_ubatch_unstaged(params.n_ubatch_unstaged),
     layers(params.n_layers),
+    live(params.live),
     pool(params.pool),
     on_plan(params.on_plan),
     on_ahead(params.on_ahead),
@@ -122,6 +143,7 @@ lh_stream::lh_stream(const lh_stream_params & params) :
     on_reset(params.on_reset),
     on_failure(params.on_failure),
     user_data(params.user_data) {
+    uint8_t * tables = reinterpret_cast<uint8_t *>(live + 1);
     for (int32_t i = 0; i < params.n_layers; i++) {
         const lh_layer_shape & shape = params.shapes[i];
         if (shape.n_expert < 1 || shape.n_slots < 1 || shape.n_slots > shape.n_expert) {
@@ -135,15 +157,17 @@ lh_stream::lh_stream(const lh_stream_params & params) :
         layer.layer              = shape.layer;
         layer.n_expert_used      = shape.n_expert_used;
         layer.n_stages.assign(shape.n_stages, shape.n_stages + shape.n_expert + 1);
-        layer.slot_of.assign(shape.n_expert, -1);
-        layer.expert_of.assign(shape.n_slots, -1);
-        layer.last_use.assign(shape.n_slots, 0);
+        layer.n_expert = shape.n_expert;
+        layer.n_slots  = shape.n_slots;
+        layer.table    = lh::table_at(tables, shape);
+        tables += lh::table_bytes(shape);
         layer.seen.assign(shape.n_expert, 0);
         layer.seen_slot.assign(shape.n_expert, -1);
         layer.needed.reserve(shape.n_expert);
         layer.missing.reserve(shape.n_expert);
         layer.plan.places.resize(shape.n_expert);
     }
+    empty_tables();
 }
 
 lh::stream_layer & lh_stream::layer_at(int32_t layer_index) {
@@ -153,19 +177,23 @@ lh::stream_layer & lh_stream::layer_at(int32_t layer_index) {
     return layers[layer_index];
 }
 
+void lh_stream::empty_tables() {
+    for (lh::stream_layer & layer : layers) {
+        std::fill_n(layer.table.slot_of, layer.n_expert, -1);
+        std::fill_n(layer.table.expert_of, layer.n_slots, -1);
+        std::fill_n(layer.table.last_use, layer.n_slots, 0);
+    }
+}
+
 void lh_stream::reset_tables() {
     for (lh::stream_layer & layer : layers) {
-        std::fill(layer.slot_of.begin(), layer.slot_of.end(), -1);
-        std::fill(layer.expert_of.begin(), layer.expert_of.end(), -1);
-        std::fill(layer.last_use.begin(), layer.last_use.end(), 0);
         for (lh::expert_tensor & tensor : layer.tensors) {
             tensor.slots = nullptr;
         }
         layer.plan.is_active = false;
         layer.order.clear();
     }
-    slot_bytes       = 0;
-    repacked_bytes   = 0;
+    empty_tables();
     has_device_slots = false;
     on_reset(user_data);
 }
@@ -174,7 +202,9 @@ bool lh_stream::acquire() {
     if (is_loaded) {
         return false;
     }
-    is_loaded = true;
+    is_loaded            = true;
+    live->slot_bytes     = 0;
+    live->repacked_bytes = 0;
     reset_tables();
     return true;
 }
@@ -236,16 +266,16 @@ void lh_stream::bind(ggml_tensor * slots) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": unknown tensor");
     }
     lh::expert_tensor & tensor = layer->tensors[index];
-    if (slots->ne[2] != layer->n_slots() || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes || tensor.slots) {
+    if (slots->ne[2] != layer->n_slots || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes || tensor.slots) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, tensor.name + ": the slot tensor has another shape than planned");
     }
     tensor.kind  = lh::kind_of(slots);
     tensor.slots = slots;
     layer->order.push_back(index);
-    slot_bytes += ggml_nbytes(slots);
+    live->slot_bytes += ggml_nbytes(slots);
     has_device_slots |= tensor.kind == lh::slot_kind::device;
     if (tensor.kind == lh::slot_kind::repacked) {
-        repacked_bytes += ggml_nbytes(slots);
+        live->repacked_bytes += ggml_nbytes(slots);
     }
 }
 
@@ -257,8 +287,9 @@ void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
     phase           = is_prefill ? LH_PHASE_PREFILL : LH_PHASE_DECODE;
     ubatch_start_us = lh::now_us();
     busy_start_us   = pool->busy_us();
-    counters[phase].n_ubatches += is_dry ? 0 : 1;
-    counters[phase].n_tokens += is_dry ? 0 : n_tokens;
+    counters_before = live->counters[phase];
+    live->counters[phase].n_ubatches += is_dry ? 0 : 1;
+    live->counters[phase].n_tokens += is_dry ? 0 : n_tokens;
 }
 
 void lh_stream::fail(lh_status status) {
@@ -305,12 +336,29 @@ bool lh_stream::end() {
         }
     }
     const bool ok = !has_failed;
-    counters[phase].compute_us += is_dry ? 0 : lh::now_us() - ubatch_start_us;
-    counters[phase].disk_us += is_dry ? 0 : pool->busy_us() - busy_start_us;
-    counters[phase].n_errors += ok ? 0 : 1;
+    live->counters[phase].compute_us += is_dry ? 0 : lh::now_us() - ubatch_start_us;
+    live->counters[phase].disk_us += is_dry ? 0 : pool->busy_us() - busy_start_us;
+    live->counters[phase].n_errors += ok ? 0 : 1;
+    if (!is_dry) {
+        record();
+    }
     phase = LH_N_PHASES;
     ubatch_mutex.unlock();
     return ok;
+}
+
+void lh_stream::record() {
+    lh_record & record        = live->records[live->n_records % LH_N_RECORDS];
+    record.end_us             = lh::now_us();
+    record.phase              = phase;
+    // all fields are int64_t
+    constexpr size_t n_fields = sizeof(lh_counters) / sizeof(int64_t);
+    const auto *     now      = reinterpret_cast<const int64_t *>(&live->counters[phase]);
+    const auto *     before   = reinterpret_cast<const int64_t *>(&counters_before);
+    auto *           change   = reinterpret_cast<int64_t *>(&record.counters);
+    std::transform(now, now + n_fields, before, change, std::minus<>());
+    std::atomic_thread_fence(std::memory_order_release); // whoever watches sees whole records
+    live->n_records++;
 }
 
 uint32_t lh_stream::n_ubatch(uint32_t wanted) const {
@@ -318,7 +366,7 @@ uint32_t lh_stream::n_ubatch(uint32_t wanted) const {
 }
 
 int32_t lh_stream::n_stages_for(const lh::stream_layer & layer, int64_t n_selected) const {
-    return can_stage() ? layer.n_stages[std::min<int64_t>(n_selected, layer.n_expert())] : 1;
+    return can_stage() ? layer.n_stages[std::min<int64_t>(n_selected, layer.n_expert)] : 1;
 }
 
 uint32_t lh_stream::n_stage_nodes(uint32_t n_tokens) const {
@@ -359,7 +407,7 @@ void lh_stream::add_load(const lh::expert_tensor & tensor, const lh_load & load,
         }
         chunks.push_back(std::move(chunk));
     }
-    counters[phase].read_bytes += tensor.slice_bytes;
+    live->counters[phase].read_bytes += tensor.slice_bytes;
 }
 
 void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
@@ -370,11 +418,11 @@ void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n
     auto                        ahead = std::make_unique<lh::read_batch>();
     std::vector<lh::read_chunk> chunks;
     for (int32_t i = 0; i < n_loads; i++) {
-        if (loads[i].expert < 0 || loads[i].expert >= layer.n_expert() || loads[i].slot < 0 ||
-            loads[i].slot >= layer.n_slots()) {
+        if (loads[i].expert < 0 || loads[i].expert >= layer.n_expert || loads[i].slot < 0 ||
+            loads[i].slot >= layer.n_slots) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) + ": no expert or slot");
         }
-        if (layer.slot_of[loads[i].expert] >= 0 || layer.expert_of[loads[i].slot] >= 0) {
+        if (layer.table.slot_of[loads[i].expert] >= 0 || layer.table.expert_of[loads[i].slot] >= 0) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) +
                                                             ": a slot that is taken, or an expert that is there");
         }

@@ -87,9 +87,9 @@ struct stream_layer {
     int32_t                     layer;    // in the model
     int32_t                     n_expert_used;
     std::vector<int32_t>        n_stages; // [n_expert + 1]
-    std::vector<int32_t>        slot_of;
-    std::vector<int32_t>        expert_of;
-    std::vector<int64_t>        last_use;
+    lh_slot_table               table;    // in lh_stream_params::live
+    int32_t                     n_expert;
+    int32_t                     n_slots;
     std::vector<expert_tensor>  tensors;
     std::vector<int32_t>        order; // of the tensors that have slots: as in the graph, once that was seen
     stage_plan                  plan;
@@ -102,10 +102,6 @@ struct stream_layer {
     std::vector<int32_t> seen_slot;
     std::vector<int32_t> needed;
     std::vector<int32_t> missing;
-
-    int32_t n_expert() const { return static_cast<int32_t>(slot_of.size()); }
-
-    int32_t n_slots() const { return static_cast<int32_t>(expert_of.size()); }
 };
 
 } // namespace lh
@@ -149,17 +145,16 @@ struct lh_stream {
     const uint32_t                n_ubatch_staged;
     const uint32_t                n_ubatch_unstaged;
     std::vector<lh::stream_layer> layers;
-    lh_counters                   counters[LH_N_PHASES] = {};
-    int32_t                       phase                 = LH_N_PHASES;
-    std::atomic<bool>             has_failed            = { false };
-    bool                          is_dry                = false; // the running ubatch loads nothing
+    lh_live *                     live; // outlives the stream
+    int32_t                       phase      = LH_N_PHASES;
+    std::atomic<bool>             has_failed = { false };
+    bool                          is_dry     = false; // the running ubatch loads nothing
 
-    int64_t slot_bytes       = 0;
-    int64_t repacked_bytes   = 0;
-    bool    has_device_slots = false;
-    bool    is_loaded        = false;
+    bool has_device_slots = false;
+    bool is_loaded        = false;
 
   private:
+    void empty_tables();
     void reset_tables();
     void collect(lh::stream_layer & layer, const ggml_tensor * ids);
     void request_plan(lh::stream_layer & layer);
@@ -178,6 +173,7 @@ struct lh_stream {
     void complete(lh::stream_layer & layer);
     void settle(lh::stream_layer & layer);
     void stamp(lh::stream_layer & layer);
+    void record();
     void add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
                   std::vector<lh::read_chunk> & chunks);
 
@@ -189,16 +185,18 @@ struct lh_stream {
     lh_failure_fn  on_failure;
     void *         user_data;
 
-    lh::crew   crew;
-    std::mutex ubatch_mutex;        // contexts of one model compute one after the other: they share the slots
-    int64_t    clock           = 0;
-    int64_t    n_collected     = 0; // stamp of seen
-    int64_t    ubatch_start_us = 0;
-    int64_t    busy_start_us   = 0;
+    lh::crew    crew;
+    std::mutex  ubatch_mutex;        // contexts of one model compute one after the other: they share the slots
+    int64_t     clock           = 0;
+    int64_t     n_collected     = 0; // stamp of seen
+    int64_t     ubatch_start_us = 0;
+    int64_t     busy_start_us   = 0;
+    lh_counters counters_before = {}; // of the running ubatch
 };
 
 namespace lh {
 
 std::string canonical_path(const std::string & path);
+int64_t     live_bytes(const lh_layer_shape * shapes, int32_t n_layers);
 
 } // namespace lh

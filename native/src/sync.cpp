@@ -26,7 +26,7 @@ void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
     for (int64_t i1 = ids->ne[1] - 1; i1 >= 0; i1--) {
         for (int64_t i0 = ids->ne[0] - 1; i0 >= 0; i0--) {
             const int32_t expert = lh::id_at(ids, i0, i1);
-            if (expert < 0 || expert >= layer.n_expert()) {
+            if (expert < 0 || expert >= layer.n_expert) {
                 throw lh::layer_error(layer, "the router chose expert " + std::to_string(expert));
             }
             if (layer.seen[expert] == n_collected) {
@@ -38,16 +38,16 @@ void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
     }
     std::reverse(layer.needed.begin(), layer.needed.end());
     for (int32_t expert : layer.needed) {
-        const int32_t slot      = layer.slot_of[expert];
+        const int32_t slot      = layer.table.slot_of[expert];
         layer.seen_slot[expert] = slot;
         if (slot < 0) {
             layer.missing.push_back(expert);
-        } else if (slot >= layer.n_slots() || layer.expert_of[slot] != expert) {
+        } else if (slot >= layer.n_slots || layer.table.expert_of[slot] != expert) {
             throw lh::layer_error(layer, "the slot table contradicts itself");
         }
     }
-    counters[phase].n_hits += static_cast<int64_t>(layer.needed.size() - layer.missing.size());
-    counters[phase].n_misses += static_cast<int64_t>(layer.missing.size());
+    live->counters[phase].n_hits += static_cast<int64_t>(layer.needed.size() - layer.missing.size());
+    live->counters[phase].n_misses += static_cast<int64_t>(layer.missing.size());
 }
 
 void lh_stream::request_plan(lh::stream_layer & layer) {
@@ -61,7 +61,7 @@ void lh_stream::request_plan(lh::stream_layer & layer) {
     };
     const int64_t   start_us = lh::now_us();
     const lh_status status   = on_plan(user_data, &request);
-    counters[phase].plan_us += lh::now_us() - start_us;
+    live->counters[phase].plan_us += lh::now_us() - start_us;
     if (status != LH_STATUS_OK) {
         throw lh::error(status, "layer " + std::to_string(layer.layer) + ": no plan");
     }
@@ -72,9 +72,9 @@ void lh_stream::request_plan(lh::stream_layer & layer) {
 
 void lh_stream::stamp(lh::stream_layer & layer) {
     for (int32_t expert : layer.needed) {
-        const int32_t slot = layer.slot_of[expert];
+        const int32_t slot = layer.table.slot_of[expert];
         if (slot >= 0) {
-            layer.last_use[slot] = ++clock;
+            layer.table.last_use[slot] = ++clock;
         }
     }
 }
@@ -83,7 +83,7 @@ void lh_stream::stamp(lh::stream_layer & layer) {
 void lh_stream::ask_ahead(const lh::stream_layer & layer, int64_t n_selected) {
     const size_t next = static_cast<size_t>(layer.index) + 1;
     // the last layer computes only the rows whose output is wanted, so what it wants is not known from the others
-    if (next + 1 < layers.size() && n_selected > layers[next].n_expert()) {
+    if (next + 1 < layers.size() && n_selected > layers[next].n_expert) {
         const lh_status status = on_ahead(user_data, layers[next].index, n_selected);
         if (status != LH_STATUS_OK) {
             throw lh::error(status, "layer " + std::to_string(layers[next].layer) + ": nothing loaded ahead");
@@ -97,8 +97,8 @@ void lh_stream::await(lh::read_batch & batch) {
     const int64_t worked_us = crew.worked_us;
     pool->wait(batch, &crew);
     const int64_t repack_us = crew.worked_us - worked_us;
-    counters[phase].repack_us += repack_us;
-    counters[phase].read_us += lh::now_us() - start_us - repack_us;
+    live->counters[phase].repack_us += repack_us;
+    live->counters[phase].read_us += lh::now_us() - start_us - repack_us;
 }
 
 // Waits for what was read ahead.
@@ -108,7 +108,7 @@ void lh_stream::settle_ahead(lh::stream_layer & layer) {
         await(*layer.ahead); // what fails here is dropped at the end of the ubatch
         layer.ahead.reset();
         report_complete(layer);
-        counters[phase].wait_us += lh::now_us() - start_us;
+        live->counters[phase].wait_us += lh::now_us() - start_us;
     }
 }
 
@@ -168,12 +168,12 @@ void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
                 await(layer.plan.reads[tensor][0].batch);
             }
         }
-        counters[phase].wait_us += lh::now_us() - start_us;
+        live->counters[phase].wait_us += lh::now_us() - start_us;
         return;
     }
     begin_plan(layer);
     for (int32_t expert : layer.needed) {
-        layer.plan.places[expert] = { 0, layer.slot_of[expert] };
+        layer.plan.places[expert] = { 0, layer.table.slot_of[expert] };
     }
 }
 
@@ -197,19 +197,19 @@ void lh_stream::await_stage(lh::stream_layer & layer, int32_t tensor, int32_t st
         submit_stage(layer, tensor, stage);
     }
     await(plan.reads[tensor][stage].batch);
-    counters[phase].wait_us += lh::now_us() - start_us;
+    live->counters[phase].wait_us += lh::now_us() - start_us;
 }
 
 // A wrong place would be a wrong token, so a plan is believed only as far as it can be checked.
 void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const {
-    std::vector<bool> is_placed(layer.n_expert(), false);
+    std::vector<bool> is_placed(layer.n_expert, false);
     for (int32_t i = 0; i < n_places; i++) {
         const lh_place & place = places[i];
-        if (place.expert < 0 || place.expert >= layer.n_expert() || place.slot < 0 || place.slot >= layer.n_slots() ||
+        if (place.expert < 0 || place.expert >= layer.n_expert || place.slot < 0 || place.slot >= layer.n_slots ||
             place.stage < 0 || place.stage >= layer.plan.n_stages) {
             throw lh::layer_error(layer, "a place is out of range");
         }
-        if (place.is_load && layer.slot_of[place.expert] >= 0) {
+        if (place.is_load && layer.table.slot_of[place.expert] >= 0) {
             throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is loaded twice");
         }
         if (!place.is_load && layer.seen_slot[place.expert] != place.slot) {
@@ -282,8 +282,8 @@ void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads
     const lh::stream_layer & layer = layer_at(layer_index);
     std::vector<lh_place>    places;
     for (int32_t expert : layer.needed) {
-        if (layer.slot_of[expert] >= 0) {
-            places.push_back({ 0, expert, layer.slot_of[expert], false });
+        if (layer.table.slot_of[expert] >= 0) {
+            places.push_back({ 0, expert, layer.table.slot_of[expert], false });
         }
     }
     for (int32_t i = 0; i < n_loads; i++) {

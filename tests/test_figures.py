@@ -1,0 +1,67 @@
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from longhaul import figures
+from longhaul.figures import RunFigures, figures_dict, write_json
+from longhaul.stats import Counters, Record, Stats
+
+DECODE = Counters(n_ubatches=2, n_tokens=2, n_hits=3, n_misses=1, compute_s=0.5, wait_s=0.2)
+RUN = RunFigures(
+    model="Tiny",
+    arch="qwen3moe",
+    n_slots=(8, 9),
+    n_ubatch=512,
+    n_stages=4,
+    policy="lru",
+    budget_bytes=1000,
+    slot_bytes=900,
+    repacked_bytes=900,
+    planned_bytes=5000,
+    peak_rss_bytes=4000,
+    stats=Stats(Counters(n_ubatches=1, n_tokens=7, compute_s=1.0), DECODE),
+    records=(
+        Record(1.5, True, Counters(n_ubatches=1, n_tokens=7, compute_s=1.0)),
+        Record(2.5, False, Counters(n_tokens=1, n_hits=1, n_misses=1, compute_s=0.4)),
+    ),
+)
+
+
+def test_figures_survive_json() -> None:
+    found = json.loads(json.dumps(figures_dict(RUN)))
+    assert found["format"] == figures.FORMAT
+    assert found["model"] == "Tiny"
+    assert found["n_slots"] == [8, 9]
+    assert found["decode"]["tokens_per_s"] == 4.0
+    assert found["decode"]["hit_rate"] == 0.75
+    assert found["total"]["n_tokens"] == 9
+    assert [ubatch["phase"] for ubatch in found["ubatches"]] == ["prefill", "decode"]
+    assert [ubatch["end_s"] for ubatch in found["ubatches"]] == [1.5, 2.5]
+    assert found["ubatches"][1]["hit_rate"] == 0.5
+
+
+def test_every_counter_is_among_the_figures() -> None:
+    found = figures_dict(RUN)
+    assert isinstance(found["prefill"], dict)
+    assert {field.name for field in fields(Counters)} <= set(found["prefill"])
+    assert {field.name for field in fields(RunFigures)} - {"stats", "records"} <= set(found)
+
+
+def test_the_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("before")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        assert path.read_text() == "before"
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(figures.json, "dump", fail)
+        write_json(RUN, path)
+    assert path.read_text() == "before"
+    write_json(RUN, path)
+    assert json.loads(path.read_text())["model"] == "Tiny"
+    assert os.listdir(tmp_path) == ["figures.json"]
