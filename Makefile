@@ -3,6 +3,7 @@
 # make build  the Python environment in .venv and the libraries in build/lib
 # make exact  compare every architecture with its resident run in more shapes than make test does
 # make unpatched  a plain llama.cpp in build/unpatched, for bench/compare.py
+# make ui     llama-server's chat page into longhaul-server, with npm
 # make fix    format the sources and apply the linter's fixes
 # make clean  remove .venv and build
 #
@@ -27,7 +28,7 @@ NATIVE := build/native
 SDIST := $(LONGHAUL_CACHE_DIR)/llama_cpp_python-0.3.36.tar.gz
 NATIVE_SOURCES := $(wildcard native/src/*.cpp native/src/*.h native/include/*.h)
 
-.PHONY: demo test exact unpatched build fix clean check configure
+.PHONY: demo test exact unpatched ui build fix clean check configure
 
 demo: build
 	$(DEMO)
@@ -54,6 +55,11 @@ unpatched: build
 	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF \
 	    -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
 	cmake --build $(UNPATCHED)/build --parallel $(JOBS) --target llama
+
+ui: configure
+	$(if $(call find,npm),,$(error npm is missing: apt-get install npm (Node 22 or newer)))
+	cmake -DLLAMA_BUILD_UI=ON $(NATIVE)
+	cmake --build $(NATIVE) --parallel $(JOBS)
 
 build: configure
 	@cmake --build $(NATIVE) --parallel $(JOBS)

@@ -7,11 +7,17 @@
 The limit is a memory cgroup (page cache counts) of what the streaming run was planned to take.
 Runs alternate, each in a process of its own with a cold page cache; figures are medians. One more
 streaming run without repacking has to give the same logits as the mmap run.
+
+The rate at which a streaming run read is held against fio's on the same file, if fio is installed.
+Other programs take part with --other NAME=COMMAND, run under the same limit; {model}, {n_gen} and
+{slots} are filled in, and the last line they print is a JSON object with their seconds as "tg_s".
 """
 
 import argparse
 import json
 import os
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -57,12 +63,34 @@ def planned_bytes(model: Path, n_slots: int) -> int:
     return planned_memory(plan, bytes_used, PROCESS_BYTES).total_bytes
 
 
+def fio_rate(model: Path, n_jobs: int) -> float:
+    """Return bytes per second of uncached random reads of the sizes that a slice is read in."""
+    chunk_bytes = Config().chunk_bytes
+    sizes: list[int] = []
+    for layer in read_index(model).layers:
+        for tensor in layer.tensors:
+            whole, rest = divmod(tensor.slice_bytes, chunk_bytes)
+            sizes += [chunk_bytes] * whole + ([rest] if rest else [])
+    block_bytes = round(statistics.mean(sizes) / 4096) * 4096
+    command = (
+        f"fio --name=r --filename={shlex.quote(str(model))} --readonly --rw=randread --direct=1"
+    )
+    command += f" --bs={block_bytes} --numjobs={n_jobs} --thread --runtime=5 --time_based"
+    command += " --group_reporting --output-format=json"
+    done = subprocess.run(shlex.split(command), check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
+
+
+def run_other(args: argparse.Namespace, limit_bytes: int, command: str) -> Run:
+    """Run another program under the limit."""
+    words = shlex.split(command.format(model=args.model, n_gen=args.n_gen, slots=args.slots))
+    return run_cold(words, limit_bytes, dict(os.environ))
+
+
 def run(
     args: argparse.Namespace, limit_bytes: int, options: list[str], lib_dir: Path | None
 ) -> Run:
     """Run the worker under the limit, or without one if it is 0; a cold page cache either way."""
-    subprocess.run(["sync"], check=True)
-    Path("/proc/sys/vm/drop_caches").write_text("3")
     env = dict(os.environ)
     if lib_dir:
         env["LONGHAUL_LIB_DIR"] = str(lib_dir.resolve())
@@ -70,6 +98,13 @@ def run(
     command = [sys.executable, str(WORKER), str(args.model), *options]
     command += ["--n-prompt", str(args.n_prompt), "--n-gen", str(args.n_gen)]
     command += ["--threads", str(args.threads)]
+    return run_cold(command, limit_bytes, env)
+
+
+def run_cold(command: list[str], limit_bytes: int, env: dict[str, str]) -> Run:
+    """Run a command with a cold page cache and return the JSON object of its last line."""
+    subprocess.run(["sync"], check=True)
+    Path("/proc/sys/vm/drop_caches").write_text("3")
     if not limit_bytes:
         return parse(subprocess.run(command, env=env, capture_output=True, text=True))
     with memory_cgroup(limit_bytes) as procs:
@@ -97,23 +132,26 @@ def print_table(args: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
     """Print a markdown table of all variants; counters are of the decode if there is one."""
     phase = "tg" if args.n_gen else "pp"
     print(
-        "| run | pp tok/s | tg tok/s | hit rate | MiB/token | waiting | x roofline | peak RSS MiB |"
+        "| run | pp tok/s | tg tok/s | hit rate | MiB/token | waiting | x roofline | MiB/s read"
+        " | page cache + MiB | peak RSS MiB |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, found in runs.items():
-        cells = [name, rate(found, args.n_prompt, "pp_s"), rate(found, args.n_gen, "tg_s")]
-        if f"{phase}_hit_rate" in found[0]:
+        pp = rate(found, args.n_prompt, "pp_s") if "pp_s" in found[0] else "-"
+        cells = [name, pp, rate(found, args.n_gen, "tg_s")]
 
-            def median(key: str, found: list[Run] = found) -> float:
-                return statistics.median(r[f"{phase}_{key}"] for r in found)
+        def median(key: str, form: str, unit: float = 1, found: list[Run] = found) -> str:
+            if key not in found[0]:
+                return "-"
+            return format(statistics.median(r[key] for r in found) / unit, form)
 
-            cells.append(f"{median('hit_rate'):.1%}")
-            cells.append(f"{median('read_bytes_per_token') / MIB:.1f}")
-            cells.append(f"{median('wait_s') / median('compute_s'):.0%}")
-            cells.append(f"{median('roofline_ratio'):.2f}")
-        else:
-            cells += ["-", "-", "-", "-"]
-        cells.append(f"{statistics.median(r['peak_rss_bytes'] for r in found) / MIB:.0f}")
+        cells.append(median(f"{phase}_hit_rate", ".1%"))
+        cells.append(median(f"{phase}_read_bytes_per_token", ".1f", MIB))
+        cells.append(median(f"{phase}_wait_share", ".0%"))
+        cells.append(median(f"{phase}_roofline_ratio", ".2f"))
+        cells.append(median(f"{phase}_read_bytes_per_s", ".0f", MIB))
+        cells.append(median("page_cache_growth_bytes", ".0f", MIB))
+        cells.append(median("peak_rss_bytes", ".0f", MIB))
         print("| " + " | ".join(cells) + " |")
 
 
@@ -129,6 +167,7 @@ def main() -> None:
     parser.add_argument("--n-gen", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--resident", action="store_true", help="also all in memory, no limit")
     args = parser.parse_args()
     limit_bytes = planned_bytes(args.model, args.slots)
@@ -143,14 +182,30 @@ def main() -> None:
         variants["resident, defaults, unpatched"] = (0, ["--repack", "--no-mmap"], args.reference)
         variants["resident, repacked"] = (0, ["--repack", "--no-mmap"], None)
         variants["resident, raw"] = (0, ["--no-mmap"], None)
-    runs: dict[str, list[Run]] = {name: [] for name in variants}
+    others = dict(other.split("=", 1) for other in args.other)
+    runs: dict[str, list[Run]] = {name: [] for name in [*variants, *others]}
+    fio = []
     for _ in range(args.repetitions):
+        if shutil.which("fio"):
+            fio.append(fio_rate(args.model, Config().n_io_threads))
         for name, (limit, options, lib_dir) in variants.items():
             runs[name].append(run(args, limit, options, lib_dir))
+        for name, command in list(others.items()):
+            try:
+                runs[name].append(run_other(args, limit_bytes, command))
+            except RuntimeError as e:
+                print(f"{name} is left out: {e}")
+                del others[name], runs[name]
     exact = run(args, limit_bytes, slots, None)
     if exact["digest"] != runs["mmap, unpatched"][0]["digest"]:
         raise SystemExit("the logits of the streamed and of the mmap run differ")
     print_table(args, runs)
+    if fio:
+        rates = sorted(rate / MIB for rate in fio)
+        print(
+            f"fio, {Config().n_io_threads} jobs, blocks of the same mean size:"
+            f" {statistics.median(rates):.0f} MiB/s ({rates[0]:.0f} to {rates[-1]:.0f})"
+        )
     print(f"logits of {args.n_prompt + args.n_gen} tokens equal the mmap run's, repacking off")
 
 

@@ -179,11 +179,12 @@ def main() -> None:
     parser.add_argument("--n-embd", type=int, default=2048, help="width of the model")
     parser.add_argument("--n-ff", type=int, default=1024, help="width of one expert")
     parser.add_argument("--n-expert", type=int, help="default: next power of two above all ids")
+    parser.add_argument("--n-layer", type=int, help="only the first so many layers of the trace")
     parser.add_argument("--type", choices=["Q4_0", "Q8_0"], default="Q4_0", help="of the weights")
     parser.add_argument("--seed", type=int, default=0, help="seed of all weights")
     args = parser.parse_args()
 
-    trace = read_trace(args.trace)
+    trace = read_trace(args.trace)[:, : args.n_layer]
     n_expert = args.n_expert or 1 << int(trace.max()).bit_length()
     model = Model(trace, args.n_embd, args.n_ff, n_expert, GGMLQuantizationType[args.type])
     if model.n_tokens >= model.n_embd:

@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import json
 import resource
+import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,12 @@ from longhaul.config import Config
 from longhaul.index import read_index
 from longhaul.launch import LEAST_CONTEXT
 from longhaul.stats import Stats
+
+
+def cached_bytes(path: Path) -> int:
+    """Return how much of a file the page cache holds, as util-linux's fincore sees it."""
+    command = ["fincore", "--raw", "--noheadings", "--bytes", "--output", "RES", str(path)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
@@ -29,6 +36,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         for _ in range(args.warm):
             context.decode([i % model.n_vocab for i in range(args.n_prompt or 64)])
             context.remove_from(0)
+        cached_before = cached_bytes(args.model)
         start = time.perf_counter()
         if args.n_prompt:
             tokens = [i % model.n_vocab for i in range(args.n_prompt)]
@@ -38,13 +46,20 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
             logits = context.decode([(args.n_prompt + i) % model.n_vocab])
             digest.update(logits.tobytes())
         end = time.perf_counter()
-    return {"pp_s": middle - start, "tg_s": end - middle, "digest": digest.hexdigest()}
+        cached_after = cached_bytes(args.model)
+    return {
+        "pp_s": middle - start,
+        "tg_s": end - middle,
+        "digest": digest.hexdigest(),
+        "page_cache_growth_bytes": cached_after - cached_before,
+    }
 
 
 def counters(stats: Stats) -> dict[str, object]:
     """Return hit rate, bytes per token and shares of time of the decode, and of the prompt."""
     found: dict[str, object] = {}
     for name, c in (("pp", stats.prefill), ("tg", stats.decode)):
+        found[f"{name}_read_bytes"] = c.read_bytes
         found[f"{name}_hit_rate"] = c.hit_rate
         found[f"{name}_read_bytes_per_token"] = c.read_bytes_per_token
         found[f"{name}_compute_s"] = c.compute_s
@@ -53,6 +68,8 @@ def counters(stats: Stats) -> dict[str, object]:
         found[f"{name}_plan_s"] = c.plan_s
         found[f"{name}_repack_s"] = c.repack_s
         found[f"{name}_disk_s"] = c.disk_s
+        found[f"{name}_wait_share"] = c.wait_s / c.compute_s if c.compute_s else 0.0
+        found[f"{name}_read_bytes_per_s"] = c.read_bytes / c.disk_s if c.disk_s else 0.0
         found[f"{name}_roofline_ratio"] = c.roofline_ratio
     return found
 

@@ -56,7 +56,7 @@ class LlamaArguments:
     n_ctx: int | None = None  # 0: as many as the model was trained with; None: not said
     n_batch: int = DEFAULT_BATCH
     n_ubatch: int = DEFAULT_UBATCH
-    n_seq: int = 1
+    n_seq: int | None = None  # None: not said
     kv_element_bytes: float = 2.0
     flash_attention: bool = True
     other_files: tuple[Path, ...] = ()  # draft model, projector: loaded beside the model
@@ -67,7 +67,7 @@ class LlamaArguments:
             n_ctx=self.n_ctx or 0,
             n_ubatch=self.n_ubatch,
             read_buffer_bytes=0,
-            n_seq=self.n_seq,
+            n_seq=self.n_seq or 1,
             kv_element_bytes=self.kv_element_bytes,
             flash_attention=self.flash_attention,
             other_bytes=self.other_bytes,
@@ -136,7 +136,7 @@ def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> 
         n_ctx=None if n_ctx < 0 else n_ctx,
         n_batch=n_batch or DEFAULT_BATCH,
         n_ubatch=min(n_ubatch or n_batch, n_batch or n_ubatch) or DEFAULT_UBATCH,
-        n_seq=count(args, ("-np", "--parallel"), env, "LLAMA_ARG_N_PARALLEL", 1) or 1,
+        n_seq=count(args, ("-np", "--parallel"), env, "LLAMA_ARG_N_PARALLEL", 0) or None,
         kv_element_bytes=max(_ELEMENT_BYTES.get(kind or "", 2.0) for kind in kv_types),
         flash_attention=flash not in ("off", "0", "false", "disabled"),
         other_files=tuple(Path(path) for path in others if path is not None),

@@ -30,6 +30,7 @@ class Config:
     ubatch: str = "auto"  # one of UBATCH_MODES
     chunk_bytes: int = 512 * 1024  # one read: reaches a disk's full rate with 4 in flight
     json_path: Path | None = None  # where the figures of the run are written when it ends
+    page_port: int | None = None  # where the server's page listens; None: nowhere
 
     def __post_init__(self) -> None:
         if self.cache_bytes is not None and not 0 < self.cache_bytes <= MAX_CACHE_BYTES:

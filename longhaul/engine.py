@@ -207,6 +207,26 @@ class Engine(Closing):
         """Bytes of all slots."""
         return slots_bytes(self.model.layers, self.n_slots)
 
+    @property
+    def live_file(self) -> int:
+        """The file of the memory that a process which watches may map, until `close`."""
+        return self._stream.live_file
+
+    def live_layout(self) -> dict[str, object]:
+        """Return where in that memory counters and slot tables lie, as numbers only."""
+        layers = [
+            {
+                "layer": layer.layer,
+                "n_expert": layer.n_expert,
+                "n_slots": n_slots,
+                **self._stream.table_offsets(index),
+            }
+            for index, (layer, n_slots) in enumerate(
+                zip(self.model.layers, self.n_slots, strict=True)
+            )
+        ]
+        return {"layout": self._stream.live_layout(), "layers": layers}
+
     def slot_bytes(self) -> tuple[int, int]:
         """Return bytes of the slot tensors that llama.cpp allocated last, and of the repacked."""
         return self._stream.slot_bytes()

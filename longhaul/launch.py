@@ -23,6 +23,7 @@ from .config import Config
 from .errors import ConfigError
 from .experts import MoeLayer, MoeModel
 from .planner import stage_count
+from .server_arguments import DEFAULT_PARALLEL, ServerArguments
 
 PROCESS_BYTES = 96 * 2**20  # Python, numpy and the libraries, as measured on x86-64 Linux
 KV_SHARE = 0.25  # of free memory that a context which nobody asked for may take
@@ -72,9 +73,18 @@ class RunPlan:
         return lines
 
 
-def tool_sizes(tool: str, arguments: LlamaArguments, model: MoeModel) -> RunSizes:
+def tool_sizes(
+    tool: str, arguments: LlamaArguments, model: MoeModel, server: ServerArguments | None = None
+) -> RunSizes:
     """Return what one of llama.cpp's tools takes with these options."""
     sizes = arguments.sizes()
+    if tool == "server":
+        server = server or ServerArguments()
+        return replace(
+            sizes,
+            n_seq=arguments.n_seq or DEFAULT_PARALLEL,
+            other_bytes=sizes.other_bytes + (server.cache_ram_bytes or 0),
+        )
     if tool != "perplexity":
         return sizes
     # It evaluates as many windows of n_ctx tokens as fit into a batch, and keeps the logits.

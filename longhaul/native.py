@@ -7,6 +7,7 @@ the first use.
 import errno
 import mmap
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -173,6 +174,13 @@ class ReadPool(_Handle):
         ]
 
 
+def _memory_file() -> Any:
+    """Return a file in memory where the system has such, else an unnamed one."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("longhaul"), "r+b")
+    return tempfile.TemporaryFile()
+
+
 # A model may call back into a stream that nobody in Python refers to: it lives until closed.
 _open_streams: set["Stream"] = set()
 
@@ -214,8 +222,10 @@ class Stream(_Handle):
         params.path_model, params.shapes, params.n_layers = path, c_shapes, len(shapes)
         params.n_ubatch_staged, params.n_ubatch_unstaged = n_ubatch
         params.pool = pool.pointer
-        self.live_memory = mmap.mmap(-1, _lib().lh_live_bytes(c_shapes, len(shapes)))
-        self._live = ffi.cast("lh_live *", ffi.from_buffer(self.live_memory))
+        self._live_file = _memory_file()
+        os.ftruncate(self._live_file.fileno(), _lib().lh_live_bytes(c_shapes, len(shapes)))
+        self._live_memory = ffi.from_buffer(mmap.mmap(self._live_file.fileno(), 0))
+        self._live = ffi.cast("lh_live *", self._live_memory)
         params.live = self._live
         callbacks = self._callbacks
         params.on_plan, params.on_ahead, params.on_complete, *rest = callbacks
@@ -279,6 +289,7 @@ class Stream(_Handle):
         if self._pointer is not None:
             check(_lib().lh_stream_free(self._pointer))
             self._pointer = None
+            self._live_file.close()
             _open_streams.discard(self)
 
     def add_tensor(
@@ -344,6 +355,40 @@ class Stream(_Handle):
             is_prefill = record.phase == _lib().LH_PHASE_PREFILL
             found.append(Record(record.end_us / 1e6, is_prefill, _counters(record.counters)))
         return found
+
+    @property
+    def live_file(self) -> int:
+        """The file behind lh_live, which another process may map, until `close`."""
+        return self._live_file.fileno()
+
+    def live_layout(self) -> dict[str, Any]:
+        """Return offsets in lh_live, for a reader that has no header: names and numbers only."""
+        ffi, lib = _ffi(), _lib()
+        offset, size = ffi.offsetof, ffi.sizeof
+        numbers = ("slot_bytes", "repacked_bytes", "n_records", "n_replies")
+
+        def ring(name: str, item: str, n_kept: int) -> dict[str, int]:
+            return {"offset": offset("lh_live", name), "item_bytes": size(item), "n_kept": n_kept}
+
+        return {
+            "n_bytes": len(self._live_memory),
+            "numbers": {name: offset("lh_live", name) for name in numbers},
+            "counters": offset("lh_live", "counters"),
+            "counter_names": [name for name, _ in ffi.typeof("lh_counters").fields],
+            "records": ring("records", "lh_record", lib.LH_N_RECORDS),
+            "replies": ring("replies", "lh_reply", lib.LH_N_REPLIES),
+            "reply_names": [name for name, _ in ffi.typeof("lh_reply").fields],
+        }
+
+    def table_offsets(self, layer_index: int) -> dict[str, int]:
+        """Return where a layer's slot table lies in lh_live."""
+        table = _ffi().new("lh_slot_table *")
+        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        base = int(_ffi().cast("uintptr_t", self._live))
+        return {
+            name: int(_ffi().cast("uintptr_t", getattr(table, name))) - base
+            for name in ("slot_of", "expert_of", "last_use")
+        }
 
     def slot_bytes(self) -> tuple[int, int]:
         """Return bytes of the last model's slot tensors, and of those the repacked ones."""

@@ -194,6 +194,7 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
         show_envvar=True,
         metavar="FILE",
         type=click.Path(dir_okay=False, path_type=Path),
+        show_default="none",
         help="write the figures of the run, and of each ubatch, to this file when it ends",
     ),
 ]

@@ -4,16 +4,18 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-from . import demo, native, report
+from . import demo, live, native, report
 from .arguments import names_model, only_asks, read_arguments
 from .config import Config
 from .engine import Engine
 from .figures import RunFigures, write_json
 from .index import read_index
 from .launch import RunPlan, plan_run, tool_sizes
+from .server_arguments import read_server_arguments
 
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
 
@@ -57,24 +59,33 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
     if path is None:
         path = demo.ensure(progress=say)
         args = ["--model", str(path), *args]
+    tell = _silence if "--log-disable" in args else say
     model = read_index(path)
     if not model.is_moe:
-        say(
+        tell(
             f"model   {model.name or path.name} ({model.arch}) has no routed experts:"
             " nothing is streamed"
         )
         return run_tool(tool, program, args)
+    server = read_server_arguments(args)
     plan = plan_run(
         model,
-        tool_sizes(tool, arguments, model),
+        tool_sizes(tool, arguments, model, server),
         config,
         may_cut_context=arguments.n_ctx is None and tool != "perplexity",
     )
-    with Engine(model, plan.n_slots, config, on_error=_say_error) as engine:
+    with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
-            say(line)
-        code = run_tool(tool, program, [*NO_WARMUP, *plan.extra_args, *args])
-        _tell_figures(run_figures(plan, engine, config), config)
+            tell(line)
+        extra_args = [*NO_WARMUP, *plan.extra_args]
+        if tool == "server":
+            extra_args += server.extra_args(plan.n_ubatch_asked)
+            if config.page_port is not None:
+                page = live.page(plan, engine, server, config.page_port)
+                address, is_up = stack.enter_context(page)
+                tell(f"page    {address}" if is_up else f"warning no page: {address}")
+        code = run_tool(tool, program, [*extra_args, *args])
+        _tell_figures(run_figures(plan, engine, config), config, tell)
         return 1 if engine.take_error() is not None else code
 
 
@@ -98,10 +109,10 @@ def run_figures(plan: RunPlan, engine: Engine, config: Config) -> RunFigures:
     )
 
 
-def _tell_figures(run: RunFigures, config: Config) -> None:
+def _tell_figures(run: RunFigures, config: Config, tell: Callable[[str], None]) -> None:
     if run.stats.total.n_tokens or run.stats.total.n_errors:
         for line in report.summary_lines(run):
-            say(line)
+            tell(line)
     if config.json_path:
         try:
             write_json(run, config.json_path)
@@ -111,6 +122,10 @@ def _tell_figures(run: RunFigures, config: Config) -> None:
 
 def _say_error(error: BaseException) -> None:
     say(f"error: {error}")
+
+
+def _silence(line: str) -> None:
+    """Say nothing, as llama.cpp does with --log-disable."""
 
 
 def say(line: str) -> None:

@@ -17,7 +17,11 @@ OURS = "longhaul: "  # begins each of our lines on stderr
 PROMPT = "Write about the sea"
 SMALL = ("--longhaul-cache", "1MiB")  # 4 to 5 of the chat model's 8 slots
 CHAT = ("-n", "12", "--temp", "0", "--seed", "1", "--ignore-eos", "--simple-io")
-_MODULES = {"longhaul-cli": "longhaul.cli", "longhaul": "longhaul.main"}
+_MODULES = {
+    "longhaul-cli": "longhaul.cli",
+    "longhaul-server": "longhaul.server",
+    "longhaul": "longhaul.main",
+}
 _TURN = re.compile(r"(?:^|\n)> (.*?)\n\n\[ Prompt: ", re.DOTALL)
 
 
@@ -152,6 +156,24 @@ class Running:
         with self._news:
             if not self._news.wait_for(has_match, TIMEOUT_S):
                 raise TimeoutError(f"no {pattern!r} in {self._out!r}; stderr: {self._err}")
+
+    def is_alive(self) -> bool:
+        """Say whether it still runs."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
+    @property
+    def err(self) -> str:
+        """What it has written to stderr so far."""
+        return self._err
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._process.terminate()
 
     def interrupt(self) -> None:
         """Press Ctrl-C."""

@@ -52,7 +52,7 @@ def test_defaults_are_those_of_llama_cpp() -> None:
         n_ctx=None,
         n_batch=2048,
         n_ubatch=512,
-        n_seq=1,
+        n_seq=None,
         kv_element_bytes=2.0,
         flash_attention=True,
         other_files=(),
@@ -127,7 +127,7 @@ def test_flash_attention_can_be_off(value: str) -> None:
 
 @pytest.mark.parametrize("n_seq", ["0", "-1"])
 def test_there_is_at_least_one_sequence(n_seq: str) -> None:
-    assert read_arguments(["-np", n_seq], {}).n_seq == 1
+    assert read_arguments(["-np", n_seq], {}).sizes().n_seq == 1
 
 
 def test_other_files_are_counted_by_their_size(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import click
 import pytest
 
 import longhaul
-from longhaul import cli, main
+from longhaul import cli, main, server
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def all_commands() -> Iterator[tuple[str, click.Command]]:
     yield "longhaul-cli", cli.main
+    yield "longhaul-server", server.main
     yield "longhaul", main.main
     for name, command in main.main.commands.items():
         yield f"longhaul {name}", command

@@ -38,7 +38,9 @@ OURS: dict[str, set[str]] = {
     "figures": {"stats"},
     "arguments": VALUES | {"budget"},
     "report": VALUES | {"budget", "figures"},
-    "launch": VALUES | {"planner", "budget", "arguments", "report"},
+    "server_arguments": ERRORS | {"arguments"},
+    "launch": VALUES | {"planner", "budget", "arguments", "report", "server_arguments"},
+    "page": set(),  # a process of its own
     # 2, boundary: never pure policy, never each other
     "gguf_header": VALUES,
     "index": VALUES | {"gguf_header"},
@@ -49,12 +51,14 @@ OURS: dict[str, set[str]] = {
     "engine": VALUES | PURE | BOUNDARY | {"closing"},
     # 4
     "options": {"errors", "config", "policy"},
+    "live": {"engine", "launch", "server_arguments"},
     "tool": VALUES
     | PURE
     | BOUNDARY
-    | {"engine", "arguments", "launch", "report", "demo", "figures"},
+    | {"engine", "arguments", "launch", "report", "demo", "figures", "live", "server_arguments"},
     # 5: never one another
     "cli": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
+    "server": VALUES | {"options", "tool", "server_arguments"},
     "main": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
     "__init__": {"errors", "config"},
 }
@@ -66,10 +70,14 @@ THIRD: dict[str, set[str]] = {
     "native": {"cffi"},
     "llama": {"llama_cpp", "numpy"},
     "demo": {"gguf", "numpy"},
-    **{name: {"click"} for name in ("options", "cli", "main")},
+    **{name: {"click"} for name in ("options", "cli", "main", "server")},
 }
 
-ONLY_IN_BODIES = {"cli": {"tool"}, "main": {"tool"}}  # so that --help needs no libraries
+ONLY_IN_BODIES = {
+    "cli": {"tool"},
+    "main": {"tool"},
+    "server": {"tool", "server_arguments"},
+}  # so that --help needs no libraries
 ONLY_FOR_TYPES = {"residency": {"planner"}}
 
 

@@ -125,7 +125,21 @@ typedef struct lh_record {
     lh_counters counters; // of this ubatch alone
 } lh_record;
 
-enum { LH_N_RECORDS = 4096 };
+// A reply of the server, and what was streamed from its prompt to its end, for others as well.
+typedef struct lh_reply {
+    int64_t end_us;
+    int64_t n_cached; // tokens of the prompt that were not evaluated
+    int64_t n_prompt; // tokens of the prompt that were
+    int64_t n_generated;
+    int64_t prompt_us;
+    int64_t generation_us;
+    int64_t n_hits;
+    int64_t n_misses;
+    int64_t read_bytes;
+    int64_t wait_us;
+} lh_reply;
+
+enum { LH_N_RECORDS = 4096, LH_N_REPLIES = 64 };
 
 // What can be watched while a stream works: lh_live_bytes of memory, all zero at first, that other processes may map as well.
 // The slot tables follow: for each layer slot_of, expert_of and last_use, each of them at a multiple of 8 bytes.
@@ -135,6 +149,8 @@ typedef struct lh_live {
     int64_t     n_records;             // ever written; the last one is records[(n_records - 1) % LH_N_RECORDS]
     lh_counters counters[LH_N_PHASES]; // since the stream was made; those of the running ubatch's phase grow
     lh_record   records[LH_N_RECORDS];
+    int64_t     n_replies;             // ever noted, like n_records
+    lh_reply    replies[LH_N_REPLIES];
 } lh_live;
 
 // What a layer needs in one ubatch: distinct experts, those whose last row (token, choice) comes later later.

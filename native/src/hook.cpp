@@ -16,6 +16,8 @@ static std::mutex                                            registry_mutex;
 static std::vector<lh_stream *>                              active_streams;
 static std::unordered_map<const ggml_tensor *, tensor_place> slot_tensors;
 
+static std::atomic<bool> is_cancelled = { false };
+
 static const char * refusal(const llama_model_params & params) {
     if (params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
         return "load mode mmap+mlock would lock every expert in memory; use mlock or mmap";
@@ -52,6 +54,7 @@ static void * hook_open(void *, const char * path_model, const llama_model_param
     if (*error == nullptr && !params->no_alloc && !(*it)->acquire()) {
         *error = "the model is loaded already, and its slots serve one load at a time";
     }
+    is_cancelled = false;
     return *error ? nullptr : new model_handle{ *it, !params->no_alloc };
 }
 
@@ -151,11 +154,12 @@ static void hook_begin(void * handle, int32_t n_tokens, bool is_prefill, bool is
 }
 
 static bool hook_failed(void * handle) {
-    return static_cast<model_handle *>(handle)->stream->has_failed;
+    return is_cancelled || static_cast<model_handle *>(handle)->stream->has_failed;
 }
 
 static bool hook_end(void * handle) {
-    return static_cast<model_handle *>(handle)->stream->end();
+    const bool is_whole = !is_cancelled; // before, so that nothing is believed whose graph was cut short
+    return static_cast<model_handle *>(handle)->stream->end() && is_whole;
 }
 
 static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_tensor *, int ith, int, void * userdata) {
@@ -169,7 +173,7 @@ static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_ten
         return;
     }
     lh_status status = LH_STATUS_STATE;
-    if (!stream->has_failed && !stream->is_dry) {
+    if (!stream->has_failed && !is_cancelled && !stream->is_dry) {
         status = guarded([&] { stream->sync(point, dst, ids); });
         if (status != LH_STATUS_OK) {
             stream->fail(status);
@@ -180,6 +184,28 @@ static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_ten
         std::memset(dst->data, stream->can_stage() ? -1 : 0, ggml_nbytes(dst));
     }
     stream->release_crew();
+}
+
+static void hook_totals(void * handle, llama_stream_totals * totals) {
+    *totals = static_cast<model_handle *>(handle)->stream->totals();
+}
+
+static const char * hook_error(void * handle) {
+    return is_cancelled ? "The process is about to end." : static_cast<model_handle *>(handle)->stream->failure.c_str();
+}
+
+static void hook_note(void * handle, const llama_stream_reply * reply) {
+    lh_live * live                                = static_cast<model_handle *>(handle)->stream->live;
+    live->replies[live->n_replies % LH_N_REPLIES] = {
+        now_us(),      reply->n_cached, reply->n_prompt,   reply->n_generated, reply->prompt_us, reply->generation_us,
+        reply->n_hits, reply->n_misses, reply->read_bytes, reply->wait_us,
+    };
+    std::atomic_thread_fence(std::memory_order_release);
+    live->n_replies++;
+}
+
+static void hook_cancel(void *) {
+    is_cancelled = true;
 }
 
 static const llama_stream_hook hook = {
@@ -197,6 +223,10 @@ static const llama_stream_hook hook = {
     /* begin     */ hook_begin,
     /* failed    */ hook_failed,
     /* end       */ hook_end,
+    /* totals    */ hook_totals,
+    /* error     */ hook_error,
+    /* note      */ hook_note,
+    /* cancel    */ hook_cancel,
 };
 
 } // namespace lh

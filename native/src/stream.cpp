@@ -294,7 +294,35 @@ void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
 
 void lh_stream::fail(lh_status status) {
     has_failed = true;
+    if (status == LH_STATUS_IO) {
+        const int code = lh_last_errno();
+        failure =
+            std::string("Experts could not be read: ") + (code ? std::strerror(code) : "the file ends too early") + ".";
+    } else {
+        failure = status == LH_STATUS_NO_MEMORY ? "Out of memory for reading experts." : "Experts could not be loaded.";
+    }
     on_failure(user_data, status);
+}
+
+llama_stream_totals lh_stream::totals() const {
+    llama_stream_totals totals = {};
+    for (const lh_counters & counters : live->counters) {
+        totals.n_hits += counters.n_hits;
+        totals.n_misses += counters.n_misses;
+        totals.n_evictions += counters.n_evictions;
+        totals.n_errors += counters.n_errors;
+        totals.read_bytes += counters.read_bytes;
+        totals.wait_us += counters.wait_us;
+    }
+    for (const lh::stream_layer & layer : layers) {
+        const int64_t n_resident =
+            layer.n_slots - std::count(layer.table.expert_of, layer.table.expert_of + layer.n_slots, -1);
+        for (const lh::expert_tensor & tensor : layer.tensors) {
+            totals.resident_bytes += tensor.slots ? n_resident * tensor.slice_bytes : 0;
+        }
+    }
+    totals.slot_bytes = live->slot_bytes;
+    return totals;
 }
 
 // Gives up what a layer is reading: after a failure, or when the graph does not compute all of the layer.

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "llama-stream-hook.h"
 #include "longhaul.h"
 #include "read-pool.h"
 
@@ -57,8 +58,8 @@ struct stage_plan {
     std::vector<placement> places;               // [n_expert], true for those that are needed
     std::vector<lh_place>  loads;                // by stage
     std::vector<size_t>    load_first;           // [n_stages + 1] of loads
-    std::vector<bool>      is_early;             // [n_stages] can be read while the stage before is computed
-    int32_t                n_synced        = 0;  // syncs of the layer so far
+    std::vector<int32_t>   last_user;           // [n_stages] the last stage before that uses one of its slots, -1: none
+    int32_t                n_synced        = 0; // syncs of the layer so far
     int32_t                n_tensors_begun = 0;
     bool                   has_asked_ahead = false;
 
@@ -119,17 +120,18 @@ struct lh_stream {
     ggml_backend_buffer * alloc(ggml_context * ctx, ggml_backend_buffer_type * buft);
     void                  bind(ggml_tensor * slots);
 
-    void begin(int32_t n_tokens, bool is_prefill, bool is_dry_run);
-    bool end();
-    void fail(lh_status status);
+    void                begin(int32_t n_tokens, bool is_prefill, bool is_dry_run);
+    bool                end();
+    void                fail(lh_status status);
+    llama_stream_totals totals() const;
     // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, after what they stand for has been loaded: -1 for experts of
     // other stages. To be called by one thread of those that compute; it leads the crew of the others.
-    void sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
-    void release_crew() { pool->release(crew); }
-    void follow(int ith) { pool->follow(crew, ith); }
-    void load(int32_t layer_index, const lh_load * loads, int32_t n_loads);
-    void load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads);
-    void set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
+    void                sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
+    void                release_crew() { pool->release(crew); }
+    void                follow(int ith) { pool->follow(crew, ith); }
+    void                load(int32_t layer_index, const lh_load * loads, int32_t n_loads);
+    void                load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads);
+    void                set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
 
     uint32_t n_ubatch(uint32_t wanted) const;
     // Stages of a product that selects n_selected experts, repeats included.
@@ -148,7 +150,8 @@ struct lh_stream {
     lh_live *                     live; // outlives the stream
     int32_t                       phase      = LH_N_PHASES;
     std::atomic<bool>             has_failed = { false };
-    bool                          is_dry     = false; // the running ubatch loads nothing
+    std::string                   failure;        // why the last ubatch that failed did, for whoever asked for it
+    bool                          is_dry = false; // the running ubatch loads nothing
 
     bool has_device_slots = false;
     bool is_loaded        = false;
@@ -163,7 +166,7 @@ struct lh_stream {
     void await_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
     void await(lh::read_batch & batch);
     void check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
-    void find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const;
+    void find_last_users(lh::stream_layer & layer, std::vector<lh_place> places) const;
     void submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
     bool submit_ahead(lh::stream_layer & layer);
     void ask_ahead(const lh::stream_layer & layer, int64_t n_selected);

@@ -225,12 +225,12 @@ void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * pl
     }
 }
 
-// Sets which stages can be read while the one before is computed; throws when a slot would be overwritten before its use.
-void lh_stream::find_early_stages(lh::stream_layer & layer, std::vector<lh_place> places) const {
+// Sets what each stage has to wait for before it can be read; throws when a slot would be overwritten before its use.
+void lh_stream::find_last_users(lh::stream_layer & layer, std::vector<lh_place> places) const {
     std::sort(places.begin(), places.end(), [](const lh_place & a, const lh_place & b) {
         return a.slot != b.slot ? a.slot < b.slot : a.stage < b.stage;
     });
-    layer.plan.is_early.assign(layer.plan.n_stages, true);
+    layer.plan.last_user.assign(layer.plan.n_stages, -1);
     for (size_t i = 1; i < places.size(); i++) {
         const lh_place & before = places[i - 1];
         const lh_place & place  = places[i];
@@ -240,9 +240,7 @@ void lh_stream::find_early_stages(lh::stream_layer & layer, std::vector<lh_place
         if (before.stage == place.stage || !place.is_load) {
             throw lh::layer_error(layer, "slot " + std::to_string(place.slot) + " is used twice in a stage, or lost");
         }
-        if (before.stage == place.stage - 1) {
-            layer.plan.is_early[place.stage] = false;
-        }
+        layer.plan.last_user[place.stage] = std::max(layer.plan.last_user[place.stage], before.stage);
     }
 }
 
@@ -253,7 +251,7 @@ void lh_stream::set_stages(int32_t layer_index, const lh_place * places, int32_t
         throw lh::error(LH_STATUS_STATE, "stages are set once, when a plan is asked for");
     }
     check_places(layer, places, n_places);
-    find_early_stages(layer, std::vector<lh_place>(places, places + n_places));
+    find_last_users(layer, std::vector<lh_place>(places, places + n_places));
 
     plan.loads.clear();
     plan.load_first.assign(plan.n_stages + 1, 0);
@@ -303,15 +301,15 @@ void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t s
     pool->submit(std::move(chunks), reads.batch);
 }
 
-// Submits whatever can be read now, in the order of use: stage s+1 of a tensor once s has been synced, since s-1 has then been
-// computed; the first stages of a tensor at any time, since their slots are not in use. Returns whether all has been submitted.
+// Submits whatever can be read now, in the order of use: a stage of a tensor once the last one that uses its slots has been
+// computed, which the sync of the one after that says. Returns whether all has been submitted.
 bool lh_stream::submit_ahead(lh::stream_layer & layer) {
     lh::stage_plan & plan   = layer.plan;
     bool             is_all = true;
     for (int32_t tensor : layer.order) {
-        const int32_t n_ready = std::min(std::max(plan.n_synced_of[tensor], 1) + 1, plan.n_stages);
-        int32_t       stage   = 0;
-        for (; stage < n_ready && (stage < 1 || plan.is_early[stage] || plan.reads[tensor][stage].is_submitted);
+        int32_t stage = 0;
+        for (; stage < plan.n_stages &&
+               (plan.last_user[stage] < 0 || plan.last_user[stage] + 2 <= plan.n_synced_of[tensor]);
              stage++) {
             if (!plan.reads[tensor][stage].is_submitted) {
                 submit_stage(layer, tensor, stage);

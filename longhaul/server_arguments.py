@@ -1,0 +1,104 @@
+"""What longhaul has to know of llama-server's options, which go to it unchanged. Pure."""
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from .arguments import option
+from .errors import ConfigError
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8080
+DEFAULT_PARALLEL = 4  # sequences of llama-server, which share one KV cache then
+MAX_PORT = 65535
+
+_BATCH = ("-b", "--batch-size")
+_CACHE_RAM = ("-cram", "--cache-ram")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerArguments:
+    """Hold the options of llama-server that its page follows, and those that cost memory."""
+
+    host: str = DEFAULT_HOST  # the first one that is an address
+    port: int = DEFAULT_PORT
+    api_keys: tuple[str, ...] = ()
+    has_batch: bool = False
+    cache_ram_bytes: int | None = None  # for prompts of the past; None: not said
+
+    def extra_args(self, n_ubatch: int) -> list[str]:
+        """Return options to be put before the user's own.
+
+        A batch of one ubatch lets the server look after its clients and say how far a prompt is
+        once a ubatch. The memory for prompts of the past, by default 8 GiB, would not be planned.
+        """
+        words = ["--metrics"]
+        if not self.has_batch:
+            words += ["--batch-size", str(n_ubatch)]
+        if self.cache_ram_bytes is None:
+            words += ["--cache-ram", "0"]
+        return words
+
+
+def read_server_arguments(
+    args: Sequence[str], env: Mapping[str, str] = os.environ
+) -> ServerArguments:
+    """Read llama-server's options; raises ConfigError for a number or key file that is none."""
+    hosts = _csv(option(args, ("--host",), env, "LLAMA_ARG_HOST") or "")
+    addresses = [host for host in hosts if not host.endswith(".sock")]
+    cache_ram = option(args, _CACHE_RAM, env, "LLAMA_ARG_CACHE_RAM")
+    return ServerArguments(
+        host=addresses[0] if addresses else DEFAULT_HOST,
+        port=_number("--port", option(args, ("--port",), env, "LLAMA_ARG_PORT"), DEFAULT_PORT),
+        api_keys=_api_keys(args, env),
+        has_batch=option(args, _BATCH, env, "LLAMA_ARG_BATCH") is not None,
+        cache_ram_bytes=None
+        if cache_ram is None
+        else max(_number("--cache-ram", cache_ram, 0), 0) * 2**20,
+    )
+
+
+def page_port_of(text: str, server: ServerArguments) -> int | None:
+    """Return where the page listens: "" is beside the server, "off" nowhere, 0 any free port."""
+    word = text.strip().lower()
+    if word == "off":
+        return None
+    if not word:
+        return server.port + 1 if 0 < server.port < MAX_PORT else 0
+    port = _number("--longhaul-page-port", word, 0)
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--longhaul-page-port {port} is not a port; give 0 to {MAX_PORT}")
+    return port
+
+
+def _csv(text: str) -> list[str]:
+    return [word.strip() for word in next(csv.reader([text]), []) if word.strip()]
+
+
+def _number(name: str, text: str | None, default: int) -> int:
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError as e:
+        raise ConfigError(f"{name} {text!r} is not a whole number") from e
+
+
+def _api_keys(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return all keys: llama-server takes each --api-key and the file together."""
+    given = [env.get("LLAMA_API_KEY", "")]
+    given += [value for word, value in pairwise(args) if word == "--api-key"]
+    keys = [key for text in given for key in _csv(text)]
+    files = [value for word, value in pairwise(args) if word == "--api-key-file"]
+    if not files and env.get("LLAMA_ARG_API_KEY_FILE"):
+        files = [env["LLAMA_ARG_API_KEY_FILE"]]
+    for file in files:
+        try:
+            lines = Path(file).read_text().splitlines()
+        except OSError as e:
+            raise ConfigError(f"--api-key-file {file}: {e.strerror}") from e
+        keys += [line for line in lines if line and not line.startswith("#")]
+    return tuple(keys)
