@@ -11,8 +11,7 @@ set(LLAMA_BUILD_SERVER ON)
 set(LLAMA_BUILD_TESTS OFF)
 set(LLAMA_BUILD_EXAMPLES OFF)
 set(LLAMA_BUILD_APP OFF)
-# The server's web page would be built by npm or downloaded.
-set(LLAMA_BUILD_UI OFF)
+option(LLAMA_BUILD_UI "longhaul: build the server's chat page with npm" OFF)
 set(LLAMA_USE_PREBUILT_UI OFF)
 # GCC warns thousands of times about its own vector headers, which would drown the progress.
 option(LLAMA_ALL_WARNINGS "llama: enable all compiler warnings" OFF)
@@ -27,9 +26,11 @@ message(STATUS "llama.cpp looks for a git repository of its own: that it finds n
 
 add_subdirectory("${LONGHAUL_LLAMA_SOURCE}" "${CMAKE_BINARY_DIR}/llama.cpp-build" EXCLUDE_FROM_ALL)
 
-# This step runs at every build, and every time it says at length that there is no web page.
-set_property(DIRECTORY "${LONGHAUL_LLAMA_SOURCE}/tools/ui" PROPERTY RULE_LAUNCH_CUSTOM
-    "sh \"${CMAKE_CURRENT_SOURCE_DIR}/cmake/quietly.sh\"")
+if(NOT LLAMA_BUILD_UI)
+    # This step runs at every build, and every time it says at length that there is no web page.
+    set_property(DIRECTORY "${LONGHAUL_LLAMA_SOURCE}/tools/ui" PROPERTY RULE_LAUNCH_CUSTOM
+        "sh \"${CMAKE_CURRENT_SOURCE_DIR}/cmake/quietly.sh\"")
+endif()
 
 # Sets `out` to all shared libraries and loadable modules that a folder and those below it define.
 function(longhaul_collect_libraries folder out)
