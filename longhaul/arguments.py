@@ -19,7 +19,7 @@ _REMOTE_VARIABLES = ("LLAMA_ARG_HF_REPO", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_DOCK
 _QUESTIONS = ("--version", "--usage", "--list-devices", "-cl", "--cache-list", "--completion-bash")
 
 
-def _spelled(word: str) -> str:
+def spelled(word: str) -> str:
     """Return an option's name as listed; llama.cpp also takes underscores."""
     return word.replace("_", "-") if word.startswith("--") else word
 
@@ -30,7 +30,7 @@ def option(
     """Return the last value of an option, as llama.cpp does, else of its environment variable."""
     value = env.get(variable) if variable else None
     for word, following in pairwise(args):
-        if _spelled(word) in names:
+        if spelled(word) in names:
             value = following
     return value
 
@@ -79,15 +79,22 @@ class LlamaArguments:
         return sum(path.stat().st_size for path in self.other_files if path.is_file())
 
 
+def config_files(env: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the files there are that llama.cpp reads options from before all others."""
+    home = env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "/") / ".config"
+    paths = [Path(folder) / "llama.cpp" / "config.ini" for folder in ("/etc", home)]
+    return [path for path in paths if path.exists()]
+
+
 def remote_models(args: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
     """Return options and variables by which llama.cpp gets a model from somewhere else."""
-    words = [word for word in args if _spelled(word) in _REMOTE]
+    words = [word for word in args if spelled(word) in _REMOTE]
     return words + [variable for variable in _REMOTE_VARIABLES if env.get(variable)]
 
 
 def only_asks(args: Sequence[str]) -> bool:
     """Say whether the tool is only asked for something that needs no model."""
-    return len(args) == 1 and _spelled(args[0]) in _QUESTIONS
+    return len(args) == 1 and spelled(args[0]) in _QUESTIONS
 
 
 def names_model(args: Sequence[str], env: Mapping[str, str] = os.environ) -> bool:
@@ -107,7 +114,7 @@ def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> 
         )
     if model is None and args and args[-1] in _MODEL:
         raise ConfigError(f"{args[-1]} has no value; give a GGUF file")
-    if "--check-tensors" in map(_spelled, args):
+    if "--check-tensors" in map(spelled, args):
         raise ConfigError("--check-tensors cannot be used while streaming: experts are not loaded")
     load_mode = option(args, ("-lm", "--load-mode"), env, "LLAMA_ARG_LOAD_MODE")
     if load_mode == "mmap+mlock":

@@ -80,9 +80,11 @@ def tool_sizes(
     sizes = arguments.sizes()
     if tool == "server":
         server = server or ServerArguments()
+        n_seq = arguments.n_seq or DEFAULT_PARALLEL
         return replace(
             sizes,
-            n_seq=arguments.n_seq or DEFAULT_PARALLEL,
+            n_ctx=sizes.n_ctx if arguments.n_ctx else n_seq * server.n_ctx_per_sequence,
+            n_seq=n_seq,
             other_bytes=sizes.other_bytes + (server.cache_ram_bytes or 0),
         )
     if tool != "perplexity":

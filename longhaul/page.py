@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import socket
+import socketserver
 import struct
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from typing import Any
 
 RECENT_UBATCHES = 64  # of which rates are shown
 COUNTER_BYTES = 8
+MAX_CLIENTS = 32  # at once; who comes then is turned away
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 CSP = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self';"
+    " frame-ancestors 'none'; base-uri 'none'"
 )
 
 
@@ -162,7 +165,6 @@ class Handler(BaseHTTPRequestHandler):
     about: dict[str, Any]
     page: bytes
     timeout = 10  # seconds for a slow client
-    protocol_version = "HTTP/1.1"
     server_version = "longhaul"
     sys_version = ""
 
@@ -191,7 +193,8 @@ class Handler(BaseHTTPRequestHandler):
         keys = self.about["api_keys"]
         given = self.headers.get("Authorization") or self.headers.get("X-Api-Key") or ""
         given = given.removeprefix("Bearer ")
-        return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
+        raw = given.encode("latin-1")
+        return not keys or any(hmac.compare_digest(raw, key.encode()) for key in keys)
 
     def _send(self, code: int, body: bytes, kind: str = "application/json") -> None:
         self.send_response(code)
@@ -221,9 +224,29 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CLIENTS)
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), Handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server who we are."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, unless there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and be free for the next."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: a client that went away is no matter."""

@@ -12,7 +12,6 @@ from .options import PASS_THROUGH, ToolCommand, streaming_tool
 @click.command("longhaul-server", cls=ToolCommand, context_settings=PASS_THROUGH)
 @click.option(
     "--longhaul-page-port",
-    "page_port",
     envvar="LONGHAUL_PAGE_PORT",
     show_envvar=True,
     metavar="PORT",
@@ -22,7 +21,9 @@ from .options import PASS_THROUGH, ToolCommand, streaming_tool
     " off for nowhere",
 )
 @streaming_tool("longhaul-server")
-def main(args: tuple[str, ...], config: Config | None, help_llama: bool, page_port: str) -> None:
+def main(
+    args: tuple[str, ...], config: Config | None, help_llama: bool, longhaul_page_port: str
+) -> None:
     """Serve a model whose experts do not fit in memory, as llama-server does.
 
     \b
@@ -36,6 +37,6 @@ def main(args: tuple[str, ...], config: Config | None, help_llama: bool, page_po
     from .tool import run_command  # here, so that --help works before anything is built
 
     if config is not None:
-        port = page_port_of(page_port, read_server_arguments(args))
+        port = page_port_of(longhaul_page_port, read_server_arguments(args))
         config = replace(config, page_port=port)
     sys.exit(run_command("server", "longhaul-server", config, args, help_llama=help_llama))

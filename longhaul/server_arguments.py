@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from .arguments import option
+from .arguments import option, spelled
 from .errors import ConfigError
 
 DEFAULT_HOST = "127.0.0.1"
@@ -16,6 +16,8 @@ DEFAULT_PARALLEL = 4  # sequences of llama-server, which share one KV cache then
 MAX_PORT = 65535
 
 _BATCH = ("-b", "--batch-size")
+_PER_SLOT = "--kv-unified-per-slot"
+_WHOLE_BATCH = ("--spec-", "--model-draft", "-md", "--mmproj", "-mm")
 _CACHE_RAM = ("-cram", "--cache-ram")
 
 
@@ -26,8 +28,17 @@ class ServerArguments:
     host: str = DEFAULT_HOST  # the first one that is an address
     port: int = DEFAULT_PORT
     api_keys: tuple[str, ...] = ()
+    has_address: bool = True  # not only UNIX sockets
     has_batch: bool = False
+    needs_whole_batch: bool = False  # drafts and images may not fit into one of a ubatch
+    n_ctx_per_sequence: int = 0  # 0: not said
     cache_ram_bytes: int | None = None  # for prompts of the past; None: not said
+    has_tls: bool = False
+
+    @property
+    def page_host(self) -> str:
+        """Where the page listens: it speaks no TLS, so not beside a server that does."""
+        return DEFAULT_HOST if self.has_tls else self.host
 
     def extra_args(self, n_ubatch: int) -> list[str]:
         """Return options to be put before the user's own.
@@ -36,7 +47,7 @@ class ServerArguments:
         once a ubatch. The memory for prompts of the past, by default 8 GiB, would not be planned.
         """
         words = ["--metrics"]
-        if not self.has_batch:
+        if not self.has_batch and not self.needs_whole_batch:
             words += ["--batch-size", str(n_ubatch)]
         if self.cache_ram_bytes is None:
             words += ["--cache-ram", "0"]
@@ -47,6 +58,7 @@ def read_server_arguments(
     args: Sequence[str], env: Mapping[str, str] = os.environ
 ) -> ServerArguments:
     """Read llama-server's options; raises ConfigError for a number or key file that is none."""
+    words = {spelled(word) for word in args}
     hosts = _csv(option(args, ("--host",), env, "LLAMA_ARG_HOST") or "")
     addresses = [host for host in hosts if not host.endswith(".sock")]
     cache_ram = option(args, _CACHE_RAM, env, "LLAMA_ARG_CACHE_RAM")
@@ -54,10 +66,17 @@ def read_server_arguments(
         host=addresses[0] if addresses else DEFAULT_HOST,
         port=_number("--port", option(args, ("--port",), env, "LLAMA_ARG_PORT"), DEFAULT_PORT),
         api_keys=_api_keys(args, env),
+        has_address=bool(addresses) or not hosts,
+        needs_whole_batch=any(word.startswith(_WHOLE_BATCH) for word in words),
+        n_ctx_per_sequence=max(
+            _number(_PER_SLOT, option(args, (_PER_SLOT,), env, "LLAMA_ARG_KV_UNIFIED_PER_SLOT"), 0),
+            0,
+        ),
         has_batch=option(args, _BATCH, env, "LLAMA_ARG_BATCH") is not None,
         cache_ram_bytes=None
         if cache_ram is None
         else max(_number("--cache-ram", cache_ram, 0), 0) * 2**20,
+        has_tls=option(args, ("--ssl-key-file",), env, "LLAMA_ARG_SSL_KEY_FILE") is not None,
     )
 
 
@@ -67,10 +86,14 @@ def page_port_of(text: str, server: ServerArguments) -> int | None:
     if word == "off":
         return None
     if not word:
+        if not server.has_address:
+            return None
         return server.port + 1 if 0 < server.port < MAX_PORT else 0
     port = _number("--longhaul-page-port", word, 0)
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--longhaul-page-port {port} is not a port; give 0 to {MAX_PORT}")
+    if port == server.port != 0:
+        raise ConfigError(f"--longhaul-page-port {port} is the server's own port")
     return port
 
 
@@ -90,9 +113,9 @@ def _number(name: str, text: str | None, default: int) -> int:
 def _api_keys(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     """Return all keys: llama-server takes each --api-key and the file together."""
     given = [env.get("LLAMA_API_KEY", "")]
-    given += [value for word, value in pairwise(args) if word == "--api-key"]
+    given += [value for word, value in pairwise(args) if spelled(word) == "--api-key"]
     keys = [key for text in given for key in _csv(text)]
-    files = [value for word, value in pairwise(args) if word == "--api-key-file"]
+    files = [value for word, value in pairwise(args) if spelled(word) == "--api-key-file"]
     if not files and env.get("LLAMA_ARG_API_KEY_FILE"):
         files = [env["LLAMA_ARG_API_KEY_FILE"]]
     for file in files:
@@ -100,5 +123,7 @@ def _api_keys(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
             lines = Path(file).read_text().splitlines()
         except OSError as e:
             raise ConfigError(f"--api-key-file {file}: {e.strerror}") from e
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"--api-key-file {file}: not a text file") from e
         keys += [line for line in lines if line and not line.startswith("#")]
     return tuple(keys)

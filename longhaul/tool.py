@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from . import demo, live, native, report
-from .arguments import names_model, only_asks, read_arguments
+from .arguments import config_files, names_model, only_asks, read_arguments, spelled
 from .config import Config
 from .engine import Engine
 from .figures import RunFigures, write_json
@@ -59,7 +59,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
     if path is None:
         path = demo.ensure(progress=say)
         args = ["--model", str(path), *args]
-    tell = _silence if "--log-disable" in args else say
+    tell = _silence if "--log-disable" in map(spelled, args) else say
     model = read_index(path)
     if not model.is_moe:
         tell(
@@ -67,20 +67,27 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
             " nothing is streamed"
         )
         return run_tool(tool, program, args)
-    server = read_server_arguments(args)
+    server = read_server_arguments(args) if tool == "server" else None
     plan = plan_run(
         model,
         tool_sizes(tool, arguments, model, server),
         config,
-        may_cut_context=arguments.n_ctx is None and tool != "perplexity",
+        may_cut_context=arguments.n_ctx is None
+        and tool != "perplexity"
+        and not (server and server.n_ctx_per_sequence),
     )
     with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             tell(line)
         extra_args = [*NO_WARMUP, *plan.extra_args]
-        if tool == "server":
+        unread = config_files()
+        if unread:
+            tell(f"warning what {unread[0]} says is not in this plan")
+        if server:
             extra_args += server.extra_args(plan.n_ubatch_asked)
-            if config.page_port is not None:
+            if unread and config.page_port is not None:  # an API key may be in it
+                tell("warning no page beside a configuration file of llama.cpp's")
+            elif config.page_port is not None:
                 page = live.page(plan, engine, server, config.page_port)
                 address, is_up = stack.enter_context(page)
                 tell(f"page    {address}" if is_up else f"warning no page: {address}")

@@ -65,3 +65,16 @@ def test_the_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Mon
     write_json(RUN, path)
     assert json.loads(path.read_text())["model"] == "Tiny"
     assert os.listdir(tmp_path) == ["figures.json"]
+
+
+def test_modes_links_and_devices_stay(tmp_path: Path) -> None:
+    path, link = tmp_path / "figures.json", tmp_path / "link"
+    path.write_text("before")
+    path.chmod(0o600)
+    link.symlink_to(path)
+    write_json(RUN, link)
+    assert link.is_symlink()
+    assert json.loads(path.read_text())["model"] == "Tiny"
+    assert path.stat().st_mode & 0o777 == 0o600
+    write_json(RUN, Path("/dev/null"))
+    assert not Path("/dev/null").is_file()

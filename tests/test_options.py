@@ -8,12 +8,16 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from longhaul import cli, main, tool
+from longhaul import cli, main, server, tool
 from longhaul.config import Config
 from longhaul.errors import BudgetError, ConfigError, LonghaulError, ModelFormatError, ReadError
 from longhaul.options import one_line_errors
 
-STREAMING = [(cli.main, []), (main.main, ["completion"]), (main.main, ["perplexity"])]
+STREAMING = [
+    (cli.main, []),
+    (main.main, ["completion"]),
+    (main.main, ["perplexity"]),
+]
 ALL = [*STREAMING, (main.main, ["quantize"])]
 
 streaming_commands = pytest.mark.parametrize(
@@ -311,6 +315,17 @@ def test_our_options_without_streaming_are_one_line(
 ) -> None:
     result = invoke(command, [*prefix, "--no-longhaul", "--longhaul-cache", "2"])
     check_one_line(result, 2, "--longhaul-cache", "--no-longhaul")
+
+
+def test_the_page_is_of_streaming_servers_only() -> None:
+    result = invoke(server.main, ["--no-longhaul", "--longhaul-page-port", "9000"])
+    check_one_line(result, 2, "--longhaul-page-port", "--no-longhaul")
+
+
+@pytest.mark.parametrize("port", ["banana", "65536", "8080"])
+def test_a_page_port_that_cannot_be_is_one_line(port: str, fake_tool: FakeTool) -> None:
+    result = invoke(server.main, ["--longhaul-page-port", port])
+    check_one_line(result, 2, "--longhaul-page-port", port)
 
 
 @streaming_commands

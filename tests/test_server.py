@@ -2,10 +2,12 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -436,6 +438,57 @@ def test_200_clients_at_once(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
         answers = list(pool.map(lambda i: server.complete(f"{i}", 1).status_code, range(200)))
     assert answers == [200] * 200
+
+
+def test_a_huge_body_is_refused(server: Server) -> None:
+    answer = server.http.post("/completion", content=b" " * (101 * 2**20))
+    assert answer.status_code == 413
+    assert server.complete("x", 2).status_code == 200
+
+
+@pytest.mark.parametrize("which", ["url", "page"])
+def test_slow_clients_keep_nobody_from_being_served(server: Server, which: str) -> None:
+    port = int(getattr(server, which).rsplit(":", 1)[1].rstrip("/"))
+    with ExitStack() as stack:
+        for _ in range(3):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            slow.sendall(b"GET /state HTTP/1.1\r\nHost: local")
+        assert server.complete("x", 2).status_code == 200
+        assert server.state()["pid"] == server.running.pid
+
+
+GARBAGE = [
+    b"\r\n\r\n",
+    b"\x00\x01\x02\xff\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET /state\r\n\r\n",
+    b"GET /state HTTP/9.9\r\n\r\n",
+    b"GET /%00%ff/../../state HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"POST /state HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello",
+    b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /state HTTP/1.1\r\nHost: [::1\r\n\r\n",
+    b"GET /state HTTP/1.1\r\n" + b"X: y\r\n" * 500 + b"\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET /state HTTP/1.1\r\nHost: localhost\r\nAuthorization: \xff\xfe\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_does_not_hurt_the_page(server: Server, garbage: bytes) -> None:
+    port = int(server.page.rsplit(":", 1)[1].rstrip("/"))
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(garbage)
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while part := client.recv(65536):
+                answer += part
+        except ConnectionResetError:
+            pass  # it did not read everything
+    assert not answer.startswith(b"HTTP/1.1 5") or b" 501 " in answer or b" 505 " in answer
+    assert b"Traceback" not in answer
+    assert b"Access-Control" not in answer
+    assert server.state()["model"] == "tiny llama"
 
 
 def test_it_listens_on_this_machine_only(server: Server) -> None:

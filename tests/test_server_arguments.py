@@ -29,6 +29,11 @@ def test_address(args: tuple[str, ...], env: dict[str, str], host: str, port: in
     assert (server.host, server.port) == (host, port)
 
 
+def test_the_page_does_not_stand_open_beside_a_server_that_speaks_tls() -> None:
+    assert read("--host", "0.0.0.0").page_host == "0.0.0.0"
+    assert read("--host", "0.0.0.0", "--ssl-key-file", "k").page_host == "127.0.0.1"
+
+
 def test_api_keys_are_those_of_llama_server(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# mine\nthree\n\nfour\n")
@@ -45,6 +50,14 @@ def test_api_keys_are_those_of_llama_server(tmp_path: Path) -> None:
     assert read().api_keys == ()
 
 
+def test_options_may_be_spelt_with_underscores(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("two\n")
+    server = read("--api_key", "one", "--api_key_file", str(file), "--batch_size", "9")
+    assert server.api_keys == ("one", "two")
+    assert server.has_batch
+
+
 def test_a_key_file_that_is_not_there_stops_the_server(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read("--api-key-file", str(tmp_path / "none"))
@@ -52,6 +65,8 @@ def test_a_key_file_that_is_not_there_stops_the_server(tmp_path: Path) -> None:
 
 def test_what_is_added_follows_the_users_own() -> None:
     assert read().extra_args(512) == ["--metrics", "--batch-size", "512", "--cache-ram", "0"]
+    drafts = read("--spec-draft-model", "d.gguf")
+    assert drafts.extra_args(512) == ["--metrics", "--cache-ram", "0"]
     own = read("-b", "64", "--cache-ram", "100")
     assert own.extra_args(512) == ["--metrics"]
     assert own.cache_ram_bytes == 100 * 2**20
@@ -63,6 +78,7 @@ def test_what_is_added_follows_the_users_own() -> None:
         ("", 8080, 8081),
         ("", 65535, 0),
         ("", 0, 0),
+        ("0", 0, 0),
         (" OFF ", 8080, None),
         ("0", 8080, 0),
         ("99", 8080, 99),
@@ -85,6 +101,25 @@ def test_sequences_and_past_prompts_cost_memory(model_of_any_size: object) -> No
     two = tool_sizes("server", read_arguments(["-np", "2"], {}), model_of_any_size, server)  # type: ignore[arg-type]
     assert two.n_seq == 2
     assert two.other_bytes == 100 * 2**20
+
+
+def test_the_page_does_not_take_the_servers_port() -> None:
+    with pytest.raises(ConfigError, match="the server's own port"):
+        page_port_of("8080", read())
+
+
+def test_no_page_beside_a_socket_unless_it_is_wanted() -> None:
+    server = read("--host", "/run/a.sock")
+    assert page_port_of("", server) is None
+    assert page_port_of("99", server) == 99
+
+
+def test_a_context_for_each_sequence(model_of_any_size: object) -> None:
+    server = read("--kv-unified-per-slot", "1000")
+    arguments = read_arguments(["-np", "3"], {})
+    assert tool_sizes("server", arguments, model_of_any_size, server).n_ctx == 3000  # type: ignore[arg-type]
+    arguments = read_arguments(["-np", "3", "-c", "512"], {})
+    assert tool_sizes("server", arguments, model_of_any_size, server).n_ctx == 512  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -130,6 +130,30 @@ def test_figures_that_cannot_be_written_do_not_lose_the_answer(
     assert last.endswith("No such file or directory")
 
 
+def test_a_configuration_file_of_llama_cpps_is_named(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    run("-m", tiny, "-c", "64")
+    assert "config.ini" not in capsys.readouterr().err
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "config.ini").write_text("[*]\n")
+    run("-m", tiny, "-c", "64")
+    said = capsys.readouterr().err
+    assert f"warning what {tmp_path}/llama.cpp/config.ini says is not in this plan" in said
+
+
+@pytest.mark.parametrize("word", ["--log-disable", "--log_disable"])
+def test_log_disable_silences_us_too(
+    tiny: Path, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("-m", tiny, "-c", "64", word)
+    assert capsys.readouterr().err == ""
+
+
 def test_options_follow_in_their_order_and_warm_up_is_off(tiny: Path, tools: FakeTools) -> None:
     run("-m", tiny, "-p", "x", "-c", "64")
     assert tools.calls == [

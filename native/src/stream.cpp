@@ -282,7 +282,8 @@ void lh_stream::bind(ggml_tensor * slots) {
 void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
     ubatch_mutex.lock();
     crew.reset();
-    has_failed      = false;
+    has_failed = false;
+    failure.clear();
     is_dry          = is_dry_run;
     phase           = is_prefill ? LH_PHASE_PREFILL : LH_PHASE_DECODE;
     ubatch_start_us = lh::now_us();
