@@ -224,7 +224,8 @@ class Stream(_Handle):
         params.pool = pool.pointer
         self._live_file = _memory_file()
         os.ftruncate(self._live_file.fileno(), _lib().lh_live_bytes(c_shapes, len(shapes)))
-        self._live_memory = ffi.from_buffer(mmap.mmap(self._live_file.fileno(), 0))
+        self._live_mapping = mmap.mmap(self._live_file.fileno(), 0)
+        self._live_memory = ffi.from_buffer(self._live_mapping)
         self._live = ffi.cast("lh_live *", self._live_memory)
         params.live = self._live
         callbacks = self._callbacks
@@ -289,8 +290,16 @@ class Stream(_Handle):
         if self._pointer is not None:
             check(_lib().lh_stream_free(self._pointer))
             self._pointer = None
+            _ffi().release(self._live_memory)
+            self._live_mapping.close()
             self._live_file.close()
             _open_streams.discard(self)
+
+    @property
+    def _open_live(self) -> Any:
+        """The memory that is shared; raises NativeError once closed, when it is gone."""
+        assert self.pointer
+        return self._live
 
     def add_tensor(
         self, name: str, layer_index: int, file: int, offset: int, slice_bytes: int
@@ -339,19 +348,19 @@ class Stream(_Handle):
 
     def count_evictions(self, n: int) -> None:
         """Add to the evictions of the running phase."""
-        self._live.counters[_lib().lh_stream_phase(self.pointer)].n_evictions += n
+        self._open_live.counters[_lib().lh_stream_phase(self.pointer)].n_evictions += n
 
     def stats(self) -> Stats:
         """Return a copy of the counters."""
-        return Stats(*(_counters(self._live.counters[phase]) for phase in range(2)))
+        return Stats(*(_counters(self._open_live.counters[phase]) for phase in range(2)))
 
     def records(self) -> list[Record]:
         """Return what each of the last ubatches did, as many as are kept, the last one last."""
         n_kept = _lib().LH_N_RECORDS
-        n_written = self._live.n_records
+        n_written = self._open_live.n_records
         found = []
         for i in range(max(n_written - n_kept, 0), n_written):
-            record = self._live.records[i % n_kept]
+            record = self._open_live.records[i % n_kept]
             is_prefill = record.phase == _lib().LH_PHASE_PREFILL
             found.append(Record(record.end_us / 1e6, is_prefill, _counters(record.counters)))
         return found
@@ -392,7 +401,7 @@ class Stream(_Handle):
 
     def slot_bytes(self) -> tuple[int, int]:
         """Return bytes of the last model's slot tensors, and of those the repacked ones."""
-        return int(self._live.slot_bytes), int(self._live.repacked_bytes)
+        return int(self._open_live.slot_bytes), int(self._open_live.repacked_bytes)
 
 
 def _counters(c: Any) -> Counters:
