@@ -31,6 +31,7 @@ from longhaul.budget import MIB, MemoryLimit, RunSizes, plan_memory, slots_bytes
 from longhaul.config import Config
 from longhaul.index import read_index
 from longhaul.launch import LEAST_CONTEXT, PROCESS_BYTES
+from longhaul.library import openmp_environment
 from longhaul.report import planned_memory
 
 Run = dict[str, Any]
@@ -95,6 +96,9 @@ def run(
     if lib_dir:
         env["LONGHAUL_LIB_DIR"] = str(lib_dir.resolve())
         env["GOMP_SPINCOUNT"] = GNU_OPENMP_SPINS
+    else:
+        is_resident = "--slots" not in options or args.slots >= args.n_expert
+        env |= openmp_environment(reads=not is_resident)
     command = [sys.executable, str(WORKER), str(args.model), *options]
     command += ["--n-prompt", str(args.n_prompt), "--n-gen", str(args.n_gen)]
     command += ["--threads", str(args.threads)]
@@ -171,6 +175,7 @@ def main() -> None:
     parser.add_argument("--resident", action="store_true", help="also all in memory, no limit")
     args = parser.parse_args()
     limit_bytes = planned_bytes(args.model, args.slots)
+    args.n_expert = max(layer.n_expert for layer in read_index(args.model).layers)
     print(f"limit {limit_bytes / MIB:.0f} MiB, {args.slots} slots, {args.threads} threads")
     slots = ["--slots", str(args.slots)]
     variants: dict[str, tuple[int, list[str], Path | None]] = {

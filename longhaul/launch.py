@@ -47,6 +47,12 @@ class RunPlan:
     limit_known: bool
 
     @property
+    def has_all_slots(self) -> bool:
+        """Whether every expert has a slot, so that nothing is read twice."""
+        layers = self.model.layers
+        return all(n == layer.n_expert for n, layer in zip(self.n_slots, layers, strict=True))
+
+    @property
     def extra_args(self) -> list[str]:
         """What the tool has to be told."""
         return ["--ctx-size", str(self.n_ctx_cut)] if self.n_ctx_cut else []

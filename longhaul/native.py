@@ -92,8 +92,12 @@ def _tools_lib() -> Any:
         raise PatchError(f"llama.cpp's tools cannot be loaded: {e}; run `make build`") from e
 
 
-def require_libraries() -> None:
-    """Load the libraries; raises PatchError if they are missing or of another build."""
+def require_libraries(*, reads: bool = False) -> None:
+    """Load the libraries for a model of which something, or nothing, will be read while it runs.
+
+    Raises PatchError if they are missing or of another build.
+    """
+    os.environ.update(openmp_environment(reads=reads))
     _tools_lib()
 
 

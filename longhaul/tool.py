@@ -24,16 +24,14 @@ def run_command(
     tool: str, program: str, config: Config | None, args: Sequence[str], *, help_llama: bool
 ) -> int:
     """Run a tool as a command does: for its help, whole (`config` is None), or streaming."""
+    if config is not None and not help_llama and not only_asks(args):
+        return run(tool, program, config, args)
     native.require_libraries()
     if help_llama:
         return run_tool(tool, program, ["--help"])
-    if only_asks(args):
-        return run_tool(tool, program, args)
-    if config is None:
-        if tool != "quantize" and not names_model(args):
-            args = ["--model", str(demo.ensure(progress=say)), *args]
-        return run_tool(tool, program, args)
-    return run(tool, program, config, args)
+    if tool != "quantize" and not only_asks(args) and not names_model(args):
+        args = ["--model", str(demo.ensure(progress=say)), *args]
+    return run_tool(tool, program, args)
 
 
 def run_tool(tool: str, program: str, args: Sequence[str]) -> int:
@@ -66,6 +64,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
             f"model   {model.name or path.name} ({model.arch}) has no routed experts:"
             " nothing is streamed"
         )
+        native.require_libraries()
         return run_tool(tool, program, args)
     server = read_server_arguments(args) if tool == "server" else None
     plan = plan_run(
@@ -76,6 +75,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         and tool != "perplexity"
         and not (server and server.n_ctx_per_sequence),
     )
+    native.require_libraries(reads=not plan.has_all_slots)
     with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             tell(line)

@@ -72,17 +72,19 @@ class FakeTools:
 
 
 made: list[FakeEngine] = []
+asked: list[bool] = []  # whether the libraries are for a model that reads
 
 
 @pytest.fixture(autouse=True)
 def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTools]:
     fake = FakeTools()
     monkeypatch.setattr(native, "run_tool", fake)
-    monkeypatch.setattr(native, "require_libraries", lambda: None)
+    monkeypatch.setattr(native, "require_libraries", lambda *, reads=False: asked.append(reads))
     monkeypatch.setattr(tool, "Engine", FakeEngine)
     for name in ("LLAMA_ARG_MODEL", "LLAMA_ARG_HF_REPO", "LONGHAUL_DEMO_MODEL"):
         monkeypatch.delenv(name, raising=False)
     made.clear()
+    asked.clear()
     yield fake
 
 
@@ -152,6 +154,14 @@ def test_log_disable_silences_us_too(
 ) -> None:
     run("-m", tiny, "-c", "64", word)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("cache", "reads"), [(2**20, True), (2**30, False)])
+def test_threads_spin_longer_where_nothing_is_read(tiny: Path, cache: int, reads: bool) -> None:
+    run("-m", tiny, "-c", "64", config=Config(cache_bytes=cache))
+    assert asked == [reads]
+    run("-m", tiny, config=None)
+    assert asked == [reads, False]
 
 
 def test_options_follow_in_their_order_and_warm_up_is_off(tiny: Path, tools: FakeTools) -> None:
