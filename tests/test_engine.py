@@ -262,6 +262,33 @@ def test_wrong_plan_is_refused_before_anything_is_computed(
             assert_consistent(engine)
 
 
+def test_where_all_is_resident_no_python_runs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("_on_plan", "_on_ahead", "_on_complete"):
+        original = getattr(Engine, name)
+
+        def note(*args: object, original: Callable[..., None] = original, name: str = name) -> None:
+            called.append(name)
+            original(*args)
+
+        monkeypatch.setattr(Engine, name, note)
+    with (
+        open_engine(read_index(tiny), 8) as engine,
+        llama.Model(tiny) as loaded,
+        llama.Context(loaded) as context,
+    ):
+        context.decode(list(range(60)))
+        assert [len(engine.resident(i)) for i in range(3)] == [8, 8, 8]
+        assert {"_on_plan", "_on_complete"} <= set(called)
+        called.clear()
+        for token in range(20):
+            context.decode([token])
+        context.decode(list(range(20)))
+        assert called == []
+        assert engine.stats().decode.n_hits > 20
+        assert engine.stats().decode.n_misses == 0
+
+
 def test_a_model_that_is_loaded_again_starts_empty(tiny: Path) -> None:
     with open_engine(read_index(tiny), 4) as engine:
         for _ in range(2):

@@ -167,7 +167,8 @@ typedef struct lh_request {
 // lh_stream_set_stages was called. Anything else fails the ubatch.
 typedef lh_status (*lh_plan_fn)(void * user_data, const lh_request * request);
 // A layer's ubatch is about to be computed, and all of its reads are under way: lh_stream_load_ahead may be called for this
-// layer, which comes next. Asked only where more rows are routed than there are experts. Anything but LH_STATUS_OK fails the ubatch.
+// layer, which comes next. Asked only where it has free slots, and more rows are routed than there are experts. Anything but
+// LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_ahead_fn)(void * user_data, int32_t layer_index, int64_t n_selected);
 // What lh_stream_load, lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch failed
 // before that, will not be: is_read is false, and the slots hold anything. Told at the end of the ubatch, or, of what was loaded

@@ -79,11 +79,15 @@ void lh_stream::stamp(lh::stream_layer & layer) {
     }
 }
 
-// Lets the layer that comes next read what it will surely want, where many rows are routed.
+// Lets the layer that comes next fill its free slots with what it will surely want, where many rows are routed.
 void lh_stream::ask_ahead(const lh::stream_layer & layer, int64_t n_selected) {
     const size_t next = static_cast<size_t>(layer.index) + 1;
     // the last layer computes only the rows whose output is wanted, so what it wants is not known from the others
-    if (next + 1 < layers.size() && n_selected > layers[next].n_expert) {
+    if (next + 1 >= layers.size() || n_selected <= layers[next].n_expert) {
+        return;
+    }
+    const int32_t * expert_of = layers[next].table.expert_of;
+    if (std::find(expert_of, expert_of + layers[next].n_slots, -1) != expert_of + layers[next].n_slots) {
         const lh_status status = on_ahead(user_data, layers[next].index, n_selected);
         if (status != LH_STATUS_OK) {
             throw lh::error(status, "layer " + std::to_string(layers[next].layer) + ": nothing loaded ahead");
