@@ -4,8 +4,8 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from . import demo, live, native, report
@@ -15,7 +15,7 @@ from .engine import Engine
 from .figures import RunFigures, write_json
 from .index import read_index
 from .launch import RunPlan, plan_run, tool_sizes
-from .server_arguments import read_server_arguments
+from .server_arguments import ServerArguments, read_server_arguments
 
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
 
@@ -79,21 +79,29 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
     with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             tell(line)
+        for path in config_files():
+            tell(f"warning what {path} says is not in this plan")
         extra_args = [*NO_WARMUP, *plan.extra_args]
-        unread = config_files()
-        if unread:
-            tell(f"warning what {unread[0]} says is not in this plan")
         if server:
             extra_args += server.extra_args(plan.n_ubatch_asked)
-            if unread and config.page_port is not None:  # an API key may be in it
-                tell("warning no page beside a configuration file of llama.cpp's")
-            elif config.page_port is not None:
-                page = live.page(plan, engine, server, config.page_port)
-                address, is_up = stack.enter_context(page)
-                tell(f"page    {address}" if is_up else f"warning no page: {address}")
+            if config.page_port is not None:
+                page = _page(plan, engine, server, config.page_port)
+                tell(stack.enter_context(page))
         code = run_tool(tool, program, [*extra_args, *args])
         _tell_figures(run_figures(plan, engine, config), config, tell)
-        return 1 if engine.take_error() is not None else code
+        # a server has told whoever asked, and has gone on since
+        has_failed = engine.take_error() is not None and not server
+        return 1 if has_failed else code
+
+
+@contextmanager
+def _page(plan: RunPlan, engine: Engine, server: ServerArguments, port: int) -> Iterator[str]:
+    """Have the page served meanwhile where it can be; yield the line that says so."""
+    if config_files():  # an API key may be in one
+        yield "warning no page: there is a configuration file of llama.cpp's"
+        return
+    with live.page(plan, engine, server, port) as (address, is_up):
+        yield f"page    {address}" if is_up else f"warning no page: {address}"
 
 
 def run_figures(plan: RunPlan, engine: Engine, config: Config) -> RunFigures:

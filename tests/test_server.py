@@ -15,7 +15,7 @@ import openai
 import pytest
 from commands import SMALL, first_expert_byte, run
 from models import truncate
-from servers import ANSWER, LONG_CONTEXT, Server, free_port, serve
+from servers import ANSWER, LONG_CONTEXT, Server, serve
 
 from longhaul.budget import MIB
 from longhaul.index import read_index
@@ -378,8 +378,9 @@ def test_a_failed_read_is_a_500_and_the_next_request_works(
         assert server.complete("And now", 12).json()["content"] == wanted
         server.running.terminate()
         result = server.running.end()
-    assert result.code == 1
+    assert result.code == 0
     assert "longhaul: error: " in result.err
+    assert ", 1 errors\n" in result.err
 
 
 def test_a_failed_read_in_a_stream_ends_it_with_the_error(chat_model: Path, tmp_path: Path) -> None:
@@ -499,12 +500,11 @@ def test_it_listens_on_this_machine_only(server: Server) -> None:
         assert local == ["0100007F"]
 
 
-def test_a_server_that_is_taken_by_another_ends_with_1(chat_model: Path, server: Server) -> None:
+def test_a_port_that_is_taken_ends_with_1(chat_model: Path, server: Server) -> None:
     port = server.url.rsplit(":", 1)[1]
     result = run("longhaul-server", "--model", chat_model, *SMALL, "-c", "64", "--port", port)
     assert result.code == 1
     assert "Traceback" not in result.err
-    assert free_port() != int(port)
 
 
 def test_the_chat_page_is_there_or_how_to_get_it(server: Server) -> None:
