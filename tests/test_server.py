@@ -345,11 +345,13 @@ def test_a_client_that_leaves_frees_the_machine(chat_model: Path) -> None:
         body = {"prompt": LONG * 80, "n_predict": 4, **ANSWER}
         with pytest.raises(httpx.TimeoutException):
             httpx.post(server.url + "/completion", json=body, timeout=1.0)
-        before = server.state()["prefill"]["n_tokens"]
+        start = time.monotonic()
         assert server.complete("x", 2).status_code == 200
-        after = server.state()["prefill"]["n_tokens"]
-        assert 64 <= before < 20000
-        assert after - before <= 3 * 64 + 8  # the running ubatch, one that was queued, the new one
+        took_s = time.monotonic() - start
+        counted = server.state()["prefill"]["n_tokens"]
+        n_prompt = len(server.http.post("/tokenize", json={"content": LONG * 80}).json()["tokens"])
+    assert took_s < 3  # the server looks after its clients once a second
+    assert 64 <= counted < n_prompt / 2
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
