@@ -125,7 +125,8 @@ def leave(server: Server, question: str) -> None:
     """Ask for much and go away."""
     body = {"prompt": question, "n_predict": 4000, **GREEDY}
     try:
-        httpx.post(f"{server.http.base_url}completion", json=body, timeout=0.7)
+        url = str(server.http.base_url).rstrip("/") + "/completion"
+        httpx.post(url, json=body, timeout=0.7)
     except httpx.TimeoutException:
         pass
     while (server.state()["idle_s"] or 0) < 0.5:  # tokens computed beside others round differently
