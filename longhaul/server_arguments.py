@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from .arguments import option, spelled
+from .arguments import count, option, spelled
 from .errors import ConfigError
 
 DEFAULT_HOST = "127.0.0.1"
@@ -16,7 +16,7 @@ DEFAULT_PARALLEL = 4  # sequences of llama-server, which share one KV cache then
 MAX_PORT = 65535
 
 _BATCH = ("-b", "--batch-size")
-_PER_SLOT = "--kv-unified-per-slot"
+_PER_SLOT = ("--kv-unified-per-slot",)
 _WHOLE_BATCH = ("--spec-", "--model-draft", "-md", "--mmproj", "-mm")
 _CACHE_RAM = ("-cram", "--cache-ram")
 
@@ -61,21 +61,16 @@ def read_server_arguments(
     words = {spelled(word) for word in args}
     hosts = _csv(option(args, ("--host",), env, "LLAMA_ARG_HOST") or "")
     addresses = [host for host in hosts if not host.endswith(".sock")]
-    cache_ram = option(args, _CACHE_RAM, env, "LLAMA_ARG_CACHE_RAM")
+    cache_ram_mib = count(args, _CACHE_RAM, env, "LLAMA_ARG_CACHE_RAM", -1)
     return ServerArguments(
         host=addresses[0] if addresses else DEFAULT_HOST,
-        port=_number("--port", option(args, ("--port",), env, "LLAMA_ARG_PORT"), DEFAULT_PORT),
+        port=count(args, ("--port",), env, "LLAMA_ARG_PORT", DEFAULT_PORT),
         api_keys=_api_keys(args, env),
         has_address=bool(addresses) or not hosts,
         needs_whole_batch=any(word.startswith(_WHOLE_BATCH) for word in words),
-        n_ctx_per_sequence=max(
-            _number(_PER_SLOT, option(args, (_PER_SLOT,), env, "LLAMA_ARG_KV_UNIFIED_PER_SLOT"), 0),
-            0,
-        ),
+        n_ctx_per_sequence=count(args, _PER_SLOT, env, "LLAMA_ARG_KV_UNIFIED_PER_SLOT", 0),
         has_batch=option(args, _BATCH, env, "LLAMA_ARG_BATCH") is not None,
-        cache_ram_bytes=None
-        if cache_ram is None
-        else max(_number("--cache-ram", cache_ram, 0), 0) * 2**20,
+        cache_ram_bytes=None if cache_ram_mib < 0 else cache_ram_mib * 2**20,
         has_tls=option(args, ("--ssl-key-file",), env, "LLAMA_ARG_SSL_KEY_FILE") is not None,
     )
 
@@ -89,7 +84,10 @@ def page_port_of(text: str, server: ServerArguments) -> int | None:
         if not server.has_address:
             return None
         return server.port + 1 if 0 < server.port < MAX_PORT else 0
-    port = _number("--longhaul-page-port", word, 0)
+    try:
+        port = int(word)
+    except ValueError as e:
+        raise ConfigError(f"--longhaul-page-port {text!r} is not a whole number") from e
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--longhaul-page-port {port} is not a port; give 0 to {MAX_PORT}")
     if port == server.port != 0:
@@ -99,15 +97,6 @@ def page_port_of(text: str, server: ServerArguments) -> int | None:
 
 def _csv(text: str) -> list[str]:
     return [word.strip() for word in next(csv.reader([text]), []) if word.strip()]
-
-
-def _number(name: str, text: str | None, default: int) -> int:
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError as e:
-        raise ConfigError(f"{name} {text!r} is not a whole number") from e
 
 
 def _api_keys(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
