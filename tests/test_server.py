@@ -2,18 +2,21 @@
 
 import json
 import re
+import shlex
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from commands import SMALL, first_expert_byte, run
+from commands import SMALL, TIMEOUT_S, first_expert_byte, run
 from models import truncate
 from servers import ANSWER, LONG_CONTEXT, Server, serve
 
@@ -23,6 +26,33 @@ from longhaul.index import read_index
 pytestmark = pytest.mark.usefixtures("libraries")
 
 LONG = "The sea is wide and the night is long. " * 40  # about 400 tokens
+
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "looks",
+        "parameters": {
+            "type": "object",
+            "properties": {"where": {"type": "string", "enum": ["here", "there"]}},
+            "required": ["where"],
+        },
+    },
+}
+# Calls between tags, as many models have them; the chat model's own template knows no tools.
+TOOL_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Tools: <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+Call one as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content %}{{ message.content }}{% endif %}
+{%- if message.tool_calls %}{% for call in message.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +110,11 @@ def test_the_openai_package(server: Server) -> None:
     )
     words = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert "".join(words) == chat.choices[0].message.content
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "looks",
-            "parameters": {
-                "type": "object",
-                "properties": {"where": {"type": "string", "enum": ["here", "there"]}},
-                "required": ["where"],
-            },
-        },
-    }
     offered = client.chat.completions.create(
-        model="any", messages=messages, tools=[tool], max_tokens=8
+        model="any", messages=messages, tools=[LOOK], max_tokens=8
     )
     assert offered.choices[0].message.content or offered.choices[0].message.tool_calls
-    schema = {"name": "place", "schema": tool["function"]["parameters"]}
+    schema = {"name": "place", "schema": LOOK["function"]["parameters"]}
     shaped = client.chat.completions.create(
         model="any",
         messages=messages,
@@ -106,6 +124,52 @@ def test_the_openai_package(server: Server) -> None:
     assert json.loads(shaped.choices[0].message.content or "")["where"] in ("here", "there")
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="any", messages=[{"role": "user"}])
+
+
+def test_a_tool_is_called(chat_model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    with serve(chat_model, "--jinja", "--chat-template-file", template) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        asked = {"role": "user", "content": "Look there."}
+        begun = {"role": "assistant", "content": '<tool_call>\n{"name": "look'}  # it would ramble
+        call: Any = {
+            "model": "any",
+            "messages": [asked, begun],
+            "tools": [LOOK],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_tokens": 128,
+        }
+        made = client.chat.completions.create(**call).choices[0]
+        assert made.finish_reason == "tool_calls"
+        wanted = [one.function for one in made.message.tool_calls]
+        assert {one.name for one in wanted} == {"look"}
+        assert {json.loads(one.arguments)["where"] for one in wanted} <= {"here", "there"}
+        found = [""] * len(wanted)
+        for chunk in client.chat.completions.create(**call, stream=True):
+            for part in chunk.choices[0].delta.tool_calls or []:
+                found[part.index] += part.function.arguments or ""
+        assert found == [one.arguments for one in wanted]
+        messages: Any = [asked, made.message.model_dump(exclude_none=True)]
+        for one in made.message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": one.id, "content": "a tree"})
+        after = client.chat.completions.create(
+            model="any", messages=messages, tools=[LOOK], max_tokens=8
+        )
+        assert after.usage is not None
+        assert after.usage.completion_tokens > 0
+
+
+def test_the_curl_line_of_the_readme(server: Server) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (line,) = re.findall(r"^    (curl http://127.0.0.1:8080/.*)$", readme, re.MULTILINE)
+    words = shlex.split(line.replace("http://127.0.0.1:8080", server.url))
+    done = subprocess.run([*words, "-s"], capture_output=True, check=True, timeout=TIMEOUT_S)
+    answer = json.loads(done.stdout)
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["timings"]["longhaul_read_bytes"] >= 0
 
 
 def test_a_grammar_holds(server: Server) -> None:
@@ -340,17 +404,47 @@ def test_the_page_is_gone_when_the_server_is_killed(chat_model: Path) -> None:
             time.sleep(0.05)
 
 
-def test_a_client_that_leaves_frees_the_machine(chat_model: Path) -> None:
+def leave_a_prompt(server: Server, prompt: str, **more: object) -> None:
+    """Ask, and go away in the middle of the prompt."""
+    body = {"prompt": prompt, "n_predict": 4, **ANSWER, **more}
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(server.url + "/completion", json=body, timeout=1.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_machine(chat_model: Path, stream: bool) -> None:
     with serve(chat_model, *LONG_CONTEXT, "-ub", "64", "--parallel", "1") as server:
-        body = {"prompt": LONG * 80, "n_predict": 4, **ANSWER}
-        with pytest.raises(httpx.TimeoutException):
-            httpx.post(server.url + "/completion", json=body, timeout=1.0)
+        leave_a_prompt(server, LONG * 80, stream=stream)
         start = time.monotonic()
         assert server.complete("x", 2).status_code == 200
         took_s = time.monotonic() - start
         counted = server.state()["prefill"]["n_tokens"]
         n_prompt = len(server.http.post("/tokenize", json={"content": LONG * 80}).json()["tokens"])
-    assert took_s < 3  # the server looks after its clients once a second
+    assert took_s < 2  # the server looks after its clients ten times a second
+    assert 64 <= counted < n_prompt / 2
+
+
+def test_a_client_that_leaves_is_noticed_beside_others(chat_model: Path) -> None:
+    args = (*LONG_CONTEXT, "-ub", "64", "--parallel", "2", "--kv-unified")
+    body = {"prompt": "Once", "n_predict": 60000, "stream": True, **ANSWER}
+    with serve(chat_model, *args) as server:
+        n_prompt = len(server.http.post("/tokenize", json={"content": LONG * 80}).json()["tokens"])
+        with server.http.stream("POST", "/completion", json=body) as other:
+            words = other.iter_lines()
+            next(words)
+            with ThreadPoolExecutor(1) as pool:
+                left = pool.submit(leave_a_prompt, server, LONG * 80)
+                while not left.done():
+                    next(words)
+            left.result()
+            end = time.monotonic() + 2
+            while time.monotonic() < end:  # it has time to notice
+                next(words)
+            counted = server.state()["prefill"]["n_tokens"]
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                next(words)
+            assert server.state()["prefill"]["n_tokens"] == counted
     assert 64 <= counted < n_prompt / 2
 
 
@@ -438,8 +532,16 @@ def test_too_long_a_prompt_is_told_so(server: Server) -> None:
 
 
 def test_200_clients_at_once(server: Server) -> None:
+    everybody_is_there = threading.Barrier(200)
+
+    def ask(i: int) -> int:
+        body = {"prompt": f"{i}", "n_predict": 1, **ANSWER}
+        with httpx.Client(timeout=TIMEOUT_S) as http:  # each on a connection of its own
+            everybody_is_there.wait(TIMEOUT_S)
+            return http.post(server.url + "/completion", json=body).status_code
+
     with ThreadPoolExecutor(200) as pool:
-        answers = list(pool.map(lambda i: server.complete(f"{i}", 1).status_code, range(200)))
+        answers = list(pool.map(ask, range(200)))
     assert answers == [200] * 200
 
 
