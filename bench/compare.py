@@ -30,7 +30,7 @@ from typing import Any
 from longhaul.budget import MIB, MemoryLimit, RunSizes, plan_memory, slots_bytes
 from longhaul.config import Config
 from longhaul.index import read_index
-from longhaul.launch import LEAST_CONTEXT, PROCESS_BYTES
+from longhaul.launch import LEAST_CONTEXT
 from longhaul.library import openmp_environment
 from longhaul.report import planned_memory
 
@@ -61,7 +61,7 @@ def planned_bytes(model: Path, n_slots: int) -> int:
     sizes = RunSizes(LEAST_CONTEXT, 512, Config().read_buffer_bytes)
     plan = plan_memory(moe, MemoryLimit(0, 0, "none"), sizes)
     bytes_used = slots_bytes(moe.layers, [min(n_slots, layer.n_expert) for layer in moe.layers])
-    return planned_memory(plan, bytes_used, PROCESS_BYTES).total_bytes
+    return planned_memory(plan, bytes_used).total_bytes
 
 
 def fio_rate(model: Path, n_jobs: int) -> float:

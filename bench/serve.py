@@ -10,6 +10,7 @@ to be the one that the same question had when the server was fresh and asked one
 """
 
 import argparse
+import os
 import random
 import shutil
 import socket
@@ -136,17 +137,18 @@ def leave(server: Server, question: str) -> None:
 def fail(server: Server, path: Path, whole: Path, found: Soak) -> None:
     """Have a request meet a file that is too short; mend it."""
     first = min(tensor.offset for layer in read_index(whole).layers for tensor in layer.tensors)
-    size = path.stat().st_size
+    status = path.stat()
     try:
         with path.open("r+b") as file:
             file.truncate(first)
         answer = server.ask(f"Something else {found.n_failed}: {random.random()}", 16)
     finally:
         with path.open("r+b") as file, whole.open("rb") as source:
-            file.truncate(size)
+            file.truncate(status.st_size)
             file.seek(first)
             source.seek(first)
             shutil.copyfileobj(source, file, 16 * MIB)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     if answer.status_code == 500 and "could not be read" in answer.text:
         found.n_failed += 1
     else:

@@ -39,11 +39,19 @@ def count(
     args: Sequence[str], names: Sequence[str], env: Mapping[str, str], variable: str, default: int
 ) -> int:
     """Return an option's whole number, 0 or more; raises ConfigError if it is none."""
+    found = number(args, names, env, variable)
+    return default if found is None else max(found, 0)
+
+
+def number(
+    args: Sequence[str], names: Sequence[str], env: Mapping[str, str], variable: str
+) -> int | None:
+    """Return an option's whole number, None where it is not given; raises ConfigError if none."""
     text = option(args, names, env, variable)
     if text is None:
-        return default
+        return None
     try:
-        return max(int(text), 0)
+        return int(text)
     except ValueError as e:
         raise ConfigError(f"{names[-1]} {text!r} is not a whole number") from e
 
@@ -60,6 +68,8 @@ class LlamaArguments:
     kv_element_bytes: float = 2.0
     flash_attention: bool = True
     other_files: tuple[Path, ...] = ()  # draft model, projector: loaded beside the model
+    cache_ram_mib: int | None = None  # for prompts of the past; -1: no limit, None: not said
+    n_checkpoints: int | None = None  # of each sequence; None: not said
 
     def sizes(self) -> RunSizes:
         """Return what costs memory; the read buffers are not llama.cpp's and left at 0."""
@@ -147,4 +157,11 @@ def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> 
         kv_element_bytes=max(_ELEMENT_BYTES.get(kind or "", 2.0) for kind in kv_types),
         flash_attention=flash not in ("off", "0", "false", "disabled"),
         other_files=tuple(Path(path) for path in others if path is not None),
+        cache_ram_mib=number(args, ("-cram", "--cache-ram"), env, "LLAMA_ARG_CACHE_RAM"),
+        n_checkpoints=number(
+            args,
+            ("-ctxcp", "--swa-checkpoints", "--ctx-checkpoints"),
+            env,
+            "LLAMA_ARG_CTX_CHECKPOINTS",
+        ),
     )

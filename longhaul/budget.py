@@ -18,9 +18,11 @@ GIB = 2**30
 FLOOR_BYTES = 256 * MIB  # left to the process itself and to the rest of the machine
 FLOOR_SHARE = 0.05  # or this part of the limit, where it is more
 PHYSICAL_SHARE = 0.75  # counted as available where the kernel does not say how much is
+NO_LIMIT_BYTES = 2**62  # version 1 writes a number of about 2^63 where there is no limit
 COMPUTE_MARGIN = 1.1
 COMPUTE_BASE_BYTES = 32 * MIB
 KV_CELLS_STEP = 256  # llama_context pads n_ctx to this
+PROCESS_BYTES = 96 * MIB  # Python, numpy and the libraries, as measured on x86-64 Linux
 
 
 # --- slots ----------------------------------------------------------------------------------------
@@ -152,19 +154,29 @@ _V2 = _CgroupFiles(
 )
 
 
-def memory_limit(
+def memory_limits(
     proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
-) -> MemoryLimit:
-    """Return the tightest limit on this process: RAM, or a cgroup at any level above it.
+) -> list[MemoryLimit]:
+    """Return every limit on this process: RAM, then each cgroup above it that has one.
 
     Raises ConfigError if the kernel's figures cannot be read.
     """
     try:
-        limits = [_machine_limit(proc), *_cgroup_limits(proc, cgroup_root)]
+        return [_machine_limit(proc), *_cgroup_limits(proc, cgroup_root)]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"cannot tell how much memory there is ({error}); give the cache a size"
         ) from error
+
+
+def memory_limit(
+    proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> MemoryLimit:
+    """Return the tightest limit on this process.
+
+    Raises ConfigError if the kernel's figures cannot be read.
+    """
+    limits = memory_limits(proc, cgroup_root)
     tightest = min(limits, key=lambda limit: limit.available_bytes)
     return MemoryLimit(
         min(limit.bytes for limit in limits), tightest.available_bytes, tightest.source
@@ -220,7 +232,7 @@ def _folder_limits(folder: Path, files: _CgroupFiles) -> Iterator[MemoryLimit]:
         if not (folder / name).exists():
             continue  # the root of the tree, or no memory controller here
         text = (folder / name).read_text().strip()
-        if text == "max":
+        if text == "max" or int(text) >= NO_LIMIT_BYTES:
             continue
         used_bytes = int((folder / files.usage).read_text())
         for line in (folder / "memory.stat").read_text().splitlines():
@@ -246,6 +258,7 @@ class RunSizes:
     kv_element_bytes: float = 2.0
     flash_attention: bool = True
     other_bytes: int = 0  # whatever else is loaded: a draft model, MTP layers, a projector
+    n_checkpoints: int = 0  # kept states of each sequence that cannot be rolled back
     least: Least = one_slot
 
 
@@ -260,6 +273,19 @@ def kv_cache_bytes(
     n_cells = -(-(n_ctx or model.n_ctx_train) // (KV_CELLS_STEP * n_seq)) * KV_CELLS_STEP * n_seq
     n_elements = sum(model.n_head_kv) * (model.n_embd_head_k + model.n_embd_head_v) * n_cells
     return math.ceil(n_elements * bytes_per_element) + n_seq * model.state_bytes
+
+
+def checkpoint_bytes(
+    model: MoeModel, n_ctx: int, n_ubatch: int, bytes_per_element: float = 2.0
+) -> int:
+    """Return an upper estimate of one kept state of a sequence; 0 where it can be rolled back.
+
+    That is recurrent state, and the window of layers that attend to one only, which may be all.
+    """
+    if not model.n_swa:
+        return model.state_bytes
+    n_window = min(n_ctx or model.n_ctx_train, model.n_swa + n_ubatch)
+    return kv_cache_bytes(model, n_window, 1, bytes_per_element)
 
 
 def compute_bytes(
@@ -293,7 +319,9 @@ class BudgetPlan:
     kv_bytes: int
     compute_bytes: int
     read_buffer_bytes: int
+    checkpoint_bytes: int
     other_bytes: int
+    process_bytes: int
     floor_bytes: int
     expert_bytes: int  # of the whole model
     least_bytes: int
@@ -316,7 +344,9 @@ class BudgetPlan:
             ("KV cache", self.kv_bytes),
             ("compute buffers", self.compute_bytes),
             ("read buffers", self.read_buffer_bytes),
+            ("checkpoints", self.checkpoint_bytes),
             ("other", self.other_bytes),
+            ("process", self.process_bytes),
             ("floor", self.floor_bytes),
         )
 
@@ -338,7 +368,11 @@ def plan_memory(model: MoeModel, limit: MemoryLimit, run: RunSizes) -> BudgetPla
         kv_bytes=kv_cache_bytes(model, run.n_ctx, run.n_seq, run.kv_element_bytes),
         compute_bytes=compute_bytes(model, run.n_ubatch, run.n_ctx, run.flash_attention),
         read_buffer_bytes=run.read_buffer_bytes,
+        checkpoint_bytes=run.n_seq
+        * run.n_checkpoints
+        * checkpoint_bytes(model, run.n_ctx, run.n_ubatch, run.kv_element_bytes),
         other_bytes=run.other_bytes,
+        process_bytes=PROCESS_BYTES,
         floor_bytes=max(FLOOR_BYTES, int(FLOOR_SHARE * limit.bytes)),
         expert_bytes=model.expert_bytes,
         least_bytes=least_budget_bytes(model.layers, run.least),

@@ -18,6 +18,7 @@ The round trip of a miss:
    `Engine.raise_kept`.
 """
 
+import errno
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from contextlib import ExitStack
 from .budget import slots_bytes, ubatch_limit
 from .closing import Closing
 from .config import Config
-from .errors import ConfigError, NativeError
+from .errors import ConfigError, NativeError, ReadError
 from .experts import MoeLayer, MoeModel
 from .native import LayerShape, ReadPool, Stream, StreamFunctions
 from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
@@ -87,7 +88,7 @@ class Engine(Closing):
         self._loading: dict[int, Plan] = {}  # by index of layer: being read
         with ExitStack() as undo:
             self.pool = undo.enter_context(ReadPool(config.n_io_threads, config.chunk_bytes))
-            files = [self.pool.open_file(path, config.uncached) for path in model.shards]
+            files = [self._open(index, config.uncached) for index in range(len(model.shards))]
             self._stream = undo.enter_context(self._open_stream(files))
             self._residencies = [
                 Residency(*self._stream.slot_table(i), POLICIES[config.policy])
@@ -97,6 +98,15 @@ class Engine(Closing):
             undo.pop_all()
         self._has_switching = True
         _quick_switching(1)
+
+    def _open(self, index: int, uncached: bool) -> int:
+        path = self.model.shards[index]
+        file = self.pool.open_file(path, uncached)
+        if self.model.stamps and self.pool.stamp(file) != self.model.stamps[index]:
+            raise ReadError(
+                errno.ESTALE, f"{path} has changed since its header was read; start again"
+            )
+        return file
 
     def _open_stream(self, files: Sequence[int]) -> Stream:
         limit = ubatch_limit(self.model.layers, self.n_slots)
@@ -226,6 +236,18 @@ class Engine(Closing):
             )
         ]
         return {"layout": self._stream.live_layout(), "layers": layers}
+
+    def set_limits(self, limits: Sequence[int]) -> int:
+        """Have so many slots of each layer at most hold an expert; return the bytes given back.
+
+        The memory of the others goes back to the system. A ubatch that needs more takes them again
+        until this is called again. May be called from any thread; waits for the end of the running
+        ubatch.
+        """
+        with self._stream.paused():
+            for residency, limit in zip(self._residencies, limits, strict=True):
+                residency.set_limit(limit)
+            return self._stream.give_back()
 
     def slot_bytes(self) -> tuple[int, int]:
         """Return bytes of the slot tensors that llama.cpp allocated last, and of the repacked."""

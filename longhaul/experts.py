@@ -69,7 +69,8 @@ class MoeModel:
 
     `layers` holds the layers with routed experts that the graph evaluates, in order. Layers that
     predict further tokens (MTP), which llama.cpp leaves out unless asked, are counted in
-    `mtp_bytes` and nowhere else. A header figure that the file does not give is 0.
+    `mtp_bytes` and nowhere else. A header figure that the file does not give is 0. `stamps` say
+    what the shards were when their headers were read: device, inode, size in bytes, mtime in ns.
     """
 
     path: Path
@@ -89,7 +90,9 @@ class MoeModel:
     n_ff: int = 0  # the widest dense feed-forward of any layer
     n_ff_exp: int = 0  # the widest routed expert of any layer
     state_bytes: int = 0  # recurrent state of one sequence
+    n_swa: int = 0  # tokens that layers with a sliding window attend to; 0: there are none
     mtp_bytes: int = 0
+    stamps: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def is_moe(self) -> bool:

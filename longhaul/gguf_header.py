@@ -6,17 +6,28 @@ here 0.05 s and 0.2 s) and trusts the lengths it finds. Nothing past the header 
 """
 
 import mmap
+import os
 import stat
 import struct
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeGuard
 
-from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGUFValueType
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGUF_VERSION,
+    GGMLQuantizationType,
+    GGUFValueType,
+)
 
-from .errors import ModelError, ModelFormatError, ModelUnsupportedError
+from .errors import ConfigError, ModelError, ModelFormatError, ModelUnsupportedError
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
+MAX_COUNT = 2**32 - 1  # llama.cpp reads all counts as uint32
+MAX_STRINGS = 2**24  # in one array; the largest vocabularies have 2**18
 MAX_KEPT_ITEMS = (
     4096  # longer arrays and strings belong to the tokenizer: only their length is kept
 )
@@ -70,16 +81,19 @@ class GgufHeader:
     """Hold the keys and the tensors of one file."""
 
     path: Path
+    stamp: tuple[int, int, int, int]  # device, inode, size in bytes, mtime in ns
     fields: dict[str, _Value] = field(default_factory=dict)
     tensors: list[GgufTensor] = field(default_factory=list)
 
     def count(self, key: str) -> int | None:
-        """Return a header value that must be a number from 0, or None where the key is missing."""
+        """Return a header value that must be a uint32, or None where the key is missing."""
         value = self.fields.get(key)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ModelFormatError(f"{quoted(self.path)}: key {key} is not a number from 0")
+        if not _is_count(value):
+            raise ModelFormatError(
+                f"{quoted(self.path)}: key {key} is not a number from 0 to {MAX_COUNT}"
+            )
         return value
 
     def per_layer(self, key: str, n_layer: int) -> tuple[int, ...] | None:
@@ -88,12 +102,16 @@ class GgufHeader:
         if not isinstance(value, GgufArray):
             number = self.count(key)
             return None if number is None else (number,) * n_layer
-        items = tuple(item for item in value.items if isinstance(item, int) and item >= 0)
+        items = tuple(item for item in value.items if _is_count(item))
         if len(items) != n_layer:
             raise ModelFormatError(
                 f"{quoted(self.path)}: key {key} is not an array of {n_layer} numbers from 0"
             )
         return items
+
+
+def _is_count(value: _Value) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 def quoted(path: Path) -> str:
@@ -119,7 +137,9 @@ def read_header(path: Path) -> GgufHeader:
             if file.read(4) != b"GGUF":
                 raise ModelFormatError(f"{quoted(path)} is not a GGUF file: it does not begin so")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return _Parser(path, view).parse()
+                status = os.fstat(file.fileno())
+                stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+                return _Parser(path, stamp, view).parse()
     except ModelError:
         raise
     except FileNotFoundError as error:
@@ -132,8 +152,9 @@ def read_header(path: Path) -> GgufHeader:
 class _Parser:
     """Parses one file from the front; each length is checked against the file before its use."""
 
-    def __init__(self, path: Path, view: mmap.mmap) -> None:
+    def __init__(self, path: Path, stamp: tuple[int, int, int, int], view: mmap.mmap) -> None:
         self.path = path
+        self.stamp = stamp
         self.view = view
         self.at = 4
 
@@ -149,14 +170,19 @@ class _Parser:
                 f"{quoted(self.path)} has GGUF version {version}; 2 to {GGUF_VERSION} can be read"
             )
         n_tensors, n_fields = self.number("Q"), self.number("Q")
-        shard = GgufHeader(self.path)
+        shard = GgufHeader(self.path, self.stamp)
         for _ in range(n_fields):
             key = self.name("a key")
             if key in shard.fields:
                 raise self.damaged(f"key {key!r} occurs twice")
             shard.fields[key] = self.value(key)
-        infos = [self.tensor_info() for _ in range(n_tensors)]
-        self.place(shard, infos)
+        align = self.alignment(shard)
+        infos: list[GgufTensor] = []
+        end = 0
+        for _ in range(n_tensors):  # each is checked at once: the number may be wrong
+            infos.append(self.tensor_info(end))
+            end += -(-infos[-1].size_bytes // align) * align
+        self.place(shard, infos, align)
         return shard
 
     def damaged(self, what: str) -> ModelFormatError:
@@ -213,6 +239,8 @@ class _Parser:
         return struct.unpack_from(f"={length}{_SCALARS[kind]}", self.view, begin)
 
     def skip_strings(self, n_strings: int, what: str) -> None:
+        if n_strings > MAX_STRINGS:
+            raise self.damaged(f"{what} has {n_strings} strings")
         at, view, unpack_from = self.at, self.view, struct.Struct("=Q").unpack_from
         try:
             for _ in range(n_strings):
@@ -221,35 +249,37 @@ class _Parser:
             raise self.damaged(f"{what} ends past the end of file") from error
         self.take(at - self.at, what)
 
-    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read name, shape, type and offset within the data of one tensor."""
+    def alignment(self, shard: GgufHeader) -> int:
+        align = shard.count("general.alignment")
+        align = GGUF_DEFAULT_ALIGNMENT if align is None else align
+        if align == 0 or align & (align - 1):
+            raise self.damaged(f"the alignment is {align}, not a power of 2")
+        return align
+
+    def tensor_info(self, expected: int) -> GgufTensor:
+        """Read what is said of one tensor, which must lie at the expected offset in the data."""
         name = self.name("a tensor's name")
         n_dims = self.number("I")
         if n_dims > MAX_DIMS:
             raise self.damaged(f"tensor {name!r} has {n_dims} dimensions")
         shape = tuple(self.number("Q") for _ in range(n_dims))
-        return name, shape, self.number("I"), self.number("Q")
+        kind, offset = self.number("I"), self.number("Q")
+        if offset != expected:
+            raise self.damaged(f"tensor {name!r} has offset {offset}, not {expected}")
+        type_name, size_bytes = self.measure(name, shape, kind)
+        return GgufTensor(name, shape, type_name, offset, size_bytes)
 
-    def place(self, shard: GgufHeader, infos: list[tuple[str, tuple[int, ...], int, int]]) -> None:
+    def place(self, shard: GgufHeader, infos: Sequence[GgufTensor], align: int) -> None:
         """Turn offsets within the data into offsets within the file; refuse a truncated file."""
-        align = shard.count("general.alignment")
-        align = GGUF_DEFAULT_ALIGNMENT if align is None else align
-        if align == 0 or align & (align - 1):
-            raise self.damaged(f"the alignment is {align}, not a power of 2")
         data = -(-self.at // align) * align
-        expected = 0
-        for name, shape, kind, offset in infos:
-            if offset != expected:
-                raise self.damaged(f"tensor {name!r} has offset {offset}, not {expected}")
-            type_name, size_bytes = self.measure(name, shape, kind)
-            end = data + offset + size_bytes
+        for tensor in infos:
+            end = data + tensor.offset + tensor.size_bytes
             if end > len(self.view):
                 raise ModelFormatError(
-                    f"{quoted(self.path)} is truncated: tensor {name!r} needs bytes up to {end},"
-                    f" the file has {len(self.view)}; get it again"
+                    f"{quoted(self.path)} is truncated: tensor {tensor.name!r} needs bytes up to"
+                    f" {end}, the file has {len(self.view)}; get it again"
                 )
-            shard.tensors.append(GgufTensor(name, shape, type_name, data + offset, size_bytes))
-            expected += -(-size_bytes // align) * align
+            shard.tensors.append(replace(tensor, offset=data + tensor.offset))
 
     def measure(self, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:
         """Return a tensor's type name and size in bytes."""
@@ -266,3 +296,12 @@ class _Parser:
         for n in rest:
             size_bytes *= n
         return type_name, size_bytes
+
+
+def bytes_per_weight(type_name: str) -> float:
+    """Return what a weight takes in a type such as Q4_0; raises ConfigError for an unknown one."""
+    try:
+        n_weights, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
+    except KeyError as e:
+        raise ConfigError(f"{type_name!r} is no type of weights; give one such as Q4_0") from e
+    return float(n_bytes / n_weights)

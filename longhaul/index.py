@@ -7,6 +7,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .errors import ModelError, ModelFormatError, ModelUnsupportedError
@@ -14,9 +15,11 @@ from .experts import ExpertTensor, MoeLayer, MoeModel
 from .gguf_header import GgufArray, GgufHeader, GgufTensor, quoted, read_header
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
 
 _ROUTED = re.compile(r"blk\.([0-9]{1,4})\.ffn_(gate|up|down|gate_up)_exps\.weight")
 _LEGACY = re.compile(r"blk\.[0-9]{1,4}\.ffn_(gate|up|down)\.[0-9]+\.weight")
+_RECURRENT = re.compile(r"blk\.([0-9]{1,4})\.ssm_")
 _BLOCK = re.compile(r"blk\.([0-9]{1,4})\.")
 _NEEDED = (
     "block_count",
@@ -37,6 +40,51 @@ def read_index(path: Path) -> MoeModel:
     shards = [first, *_read_other_shards(first)]
     _check_tensors(shards)
     return _build_model(shards)
+
+
+def read_first_shard(path: Path) -> MoeModel:
+    """Describe a split model by its first shard alone: what the others hold is estimated.
+
+    A layer that is not there in full is taken to be like the last one that is, and output weights
+    that are not there like the embeddings. No expert has a place. Raises ModelError as read_index
+    does, and ModelUnsupportedError if the shard holds no whole layer with experts.
+    """
+    first = read_header(path)
+    n_shards = first.count("split.count") or 1
+    if n_shards == 1 or first.count("split.no"):
+        raise ModelError(f"{quoted(path)} is not the first shard of several")
+    by_layer: dict[int, list[GgufTensor]] = defaultdict(list)
+    others: list[GgufTensor] = []
+    for tensor in first.tensors:
+        block = _BLOCK.match(tensor.name)
+        (by_layer[int(block[1])] if block else others).append(tensor)
+    last = max(by_layer, default=-1)  # which may go on in the next shard
+    whole = [il for il in sorted(by_layer) if il != last and _has_routed(by_layer[il])]
+    if not whole:
+        raise ModelUnsupportedError(
+            f"{quoted(path)} holds no whole layer with experts; the next shards are needed to plan"
+        )
+    arch = _architecture(first)
+    _check_keys(first, arch)
+    _, n_evaluated = _n_layers(first, arch)
+    for il in range(min(last, n_evaluated), n_evaluated):
+        by_layer[il] = [_of_layer(tensor, il) for tensor in by_layer[whole[-1]]]
+    names = {tensor.name for tensor in others}
+    others += [
+        replace(tensor, name="output.weight")
+        for tensor in others
+        if tensor.name == "token_embd.weight" and "output.weight" not in names
+    ]
+    first.tensors[:] = [tensor for il in sorted(by_layer) for tensor in by_layer[il]] + others
+    return _build_model([first])
+
+
+def _has_routed(tensors: Sequence[GgufTensor]) -> bool:
+    return any(_ROUTED.fullmatch(tensor.name) for tensor in tensors)
+
+
+def _of_layer(tensor: GgufTensor, il: int) -> GgufTensor:
+    return replace(tensor, name=_BLOCK.sub(f"blk.{il}.", tensor.name, count=1), offset=0)
 
 
 def _read_other_shards(first: GgufHeader) -> list[GgufHeader]:
@@ -109,11 +157,7 @@ def _check_tensors(shards: Sequence[GgufHeader]) -> None:
 
 def _build_model(shards: Sequence[GgufHeader]) -> MoeModel:
     first = shards[0]
-    arch = first.fields.get("general.architecture")
-    if not isinstance(arch, str):
-        raise ModelFormatError(
-            f"{quoted(first.path)}: key general.architecture is missing; is this a language model?"
-        )
+    arch = _architecture(first)
     n_layer, n_layer_evaluated = _n_layers(first, arch)
     routed, dense_bytes, mtp_bytes = _sort_tensors(shards, n_layer_evaluated)
     if routed:
@@ -123,13 +167,14 @@ def _build_model(shards: Sequence[GgufHeader]) -> MoeModel:
     n_head = first.per_layer(f"{arch}.attention.head_count", n_layer) or (0,) * n_layer
     n_head_kv = first.per_layer(f"{arch}.attention.head_count_kv", n_layer) or n_head
     n_ff = first.per_layer(f"{arch}.feed_forward_length", n_layer) or ()
-    recurrent = {il for il in range(n_layer) if _is_recurrent(shapes, il)}
+    recurrent = {int(found[1]) for found in map(_RECURRENT.match, shapes) if found}
+    recurrent &= set(range(n_layer))
     has_k = [f"blk.{il}.attn_k.weight" in shapes or il not in recurrent for il in range(n_layer)]
     return MoeModel(
         path=first.path,
         shards=tuple(shard.path for shard in shards),
         arch=arch,
-        name=str(first.fields.get("general.name", "")),
+        name=_name(first),
         layers=_moe_layers(first, arch, n_layer, routed),
         dense_bytes=dense_bytes,
         n_layer=n_layer,
@@ -143,8 +188,21 @@ def _build_model(shards: Sequence[GgufHeader]) -> MoeModel:
         n_ff=max(n_ff, default=0),
         n_ff_exp=max((shape[0] for name, shape in shapes.items() if _is_down(name)), default=0),
         state_bytes=len(recurrent) * _state_bytes(first, arch, max(n_head, default=0)),
+        n_swa=first.count(f"{arch}.attention.sliding_window") or 0,
         mtp_bytes=mtp_bytes,
+        stamps=tuple(shard.stamp for shard in shards),
     )
+
+
+def _architecture(first: GgufHeader) -> str:
+    arch = first.fields.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ModelFormatError(
+            f"{quoted(first.path)}: key general.architecture is missing; is this a language model?"
+        )
+    if not arch.isprintable():  # it is part of keys, and these of messages
+        raise ModelFormatError(f"{quoted(first.path)}: key general.architecture is {arch!r}")
+    return arch
 
 
 def _n_layers(first: GgufHeader, arch: str) -> tuple[int, int]:
@@ -186,6 +244,11 @@ def _expert_tensor(shard: GgufHeader, no: int, layer: int, tensor: GgufTensor) -
             " rows, columns and experts are needed"
         )
     n_expert = tensor.shape[-1]
+    if n_expert > MAX_EXPERTS:
+        raise ModelFormatError(
+            f"{quoted(shard.path)}: tensor {tensor.name!r} has {n_expert} experts;"
+            f" 1 to {MAX_EXPERTS} are possible"
+        )
     slice_bytes, rest = divmod(tensor.size_bytes, n_expert)
     assert rest == 0, "rows are whole blocks, so every expert has the same number of bytes"
     return ExpertTensor(
@@ -206,6 +269,7 @@ def _moe_layers(
     first: GgufHeader, arch: str, n_layer: int, routed: dict[int, list[ExpertTensor]]
 ) -> tuple[MoeLayer, ...]:
     used = first.per_layer(f"{arch}.expert_used_count", n_layer) or ()
+    announced = first.per_layer(f"{arch}.expert_count", n_layer) or ()
     layers = []
     for il, tensors in sorted(routed.items()):
         counts = sorted({tensor.n_expert for tensor in tensors})
@@ -219,6 +283,11 @@ def _moe_layers(
                 f"{quoted(first.path)}: key {arch}.expert_used_count is {used[il]}"
                 f" for layer {il}, which has {counts[0]} experts"
             )
+        if announced[il] < used[il]:
+            raise ModelFormatError(
+                f"{quoted(first.path)}: key {arch}.expert_count is {announced[il]}"
+                f" for layer {il}, of which {used[il]} are used"
+            )
         ordered = tuple(sorted(tensors, key=lambda tensor: tensor.name))
         layers.append(MoeLayer(il, counts[0], used[il], ordered))
     return tuple(layers)
@@ -229,8 +298,10 @@ def _is_down(name: str) -> bool:
     return routed is not None and routed[2] == "down"
 
 
-def _is_recurrent(shapes: dict[str, tuple[int, ...]], il: int) -> bool:
-    return any(name.startswith(f"blk.{il}.ssm_") for name in shapes)
+def _name(first: GgufHeader) -> str:
+    """Return the model's name on one line, "" where it has none."""
+    name = first.fields.get("general.name")
+    return " ".join(name.split()) if isinstance(name, str) else ""
 
 
 def _n_vocab(first: GgufHeader, arch: str, shapes: dict[str, tuple[int, ...]]) -> int:

@@ -10,6 +10,7 @@ from .budget import (
     MemoryLimit,
     RunSizes,
     auto_budget,
+    checkpoint_bytes,
     effective_ubatch,
     kv_cache_bytes,
     memory_limit,
@@ -25,10 +26,11 @@ from .experts import MoeLayer, MoeModel
 from .planner import stage_count
 from .server_arguments import DEFAULT_PARALLEL, ServerArguments
 
-PROCESS_BYTES = 96 * 2**20  # Python, numpy and the libraries, as measured on x86-64 Linux
 KV_SHARE = 0.25  # of free memory that a context which nobody asked for may take
 LEAST_CONTEXT = 4096  # which such a context is not cut below, as with llama.cpp's --fit
 PERPLEXITY_CONTEXT = 512
+CHECKPOINT_SHARE = 0.05  # of free memory that kept states which nobody asked for may take
+CHATS = ("cli", "server")  # tools that keep states, and prompts of the past
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class RunPlan:
     n_ubatch_asked: int
     n_stages: int  # the most that a layer takes in a whole ubatch
     n_ctx_cut: int  # 0: as asked
+    n_checkpoints_cut: int  # 0: as asked
+    n_seq: int
     memory: BudgetPlan
     limit_known: bool
 
@@ -55,13 +59,16 @@ class RunPlan:
     @property
     def extra_args(self) -> list[str]:
         """What the tool has to be told."""
-        return ["--ctx-size", str(self.n_ctx_cut)] if self.n_ctx_cut else []
+        words = ["--ctx-size", str(self.n_ctx_cut)] if self.n_ctx_cut else []
+        if self.n_checkpoints_cut:
+            words += ["--ctx-checkpoints", str(self.n_checkpoints_cut)]
+        return words
 
     @property
     def planned(self) -> report.PlannedMemory:
         """The memory that the run should take."""
         bytes_used = slots_bytes(self.model.layers, self.n_slots)
-        return report.planned_memory(self.memory, bytes_used, PROCESS_BYTES)
+        return report.planned_memory(self.memory, bytes_used)
 
     def lines(self) -> list[str]:
         """Write the plan, a line for each subject."""
@@ -72,6 +79,9 @@ class RunPlan:
         lines.append(report.ubatch_line(self.n_ubatch, self.n_ubatch_asked, self.n_stages))
         if self.n_ctx_cut:
             lines.append(report.context_line(self.n_ctx_cut, self.model.n_ctx_train))
+        if self.n_checkpoints_cut:
+            each_bytes = self.memory.checkpoint_bytes // (self.n_seq * self.n_checkpoints_cut)
+            lines.append(report.checkpoints_line(self.n_checkpoints_cut, each_bytes))
         lines.append(self.planned.line())
         available_bytes = self.memory.limit.available_bytes
         if self.limit_known and self.planned.total_bytes > available_bytes:
@@ -84,6 +94,15 @@ def tool_sizes(
 ) -> RunSizes:
     """Return what one of llama.cpp's tools takes with these options."""
     sizes = arguments.sizes()
+    if tool in CHATS:
+        n_checkpoints = arguments.n_checkpoints
+        sizes = replace(
+            sizes,
+            n_checkpoints=report.DEFAULT_CHECKPOINTS
+            if n_checkpoints is None
+            else max(n_checkpoints, 0),
+            other_bytes=sizes.other_bytes + max(arguments.cache_ram_mib or 0, 0) * 2**20,
+        )
     if tool == "server":
         server = server or ServerArguments()
         n_seq = arguments.n_seq or DEFAULT_PARALLEL
@@ -91,7 +110,6 @@ def tool_sizes(
             sizes,
             n_ctx=sizes.n_ctx if arguments.n_ctx else n_seq * server.n_ctx_per_sequence,
             n_seq=n_seq,
-            other_bytes=sizes.other_bytes + (server.cache_ram_bytes or 0),
         )
     if tool != "perplexity":
         return sizes
@@ -110,18 +128,25 @@ def tool_sizes(
 
 
 def plan_run(
-    model: MoeModel, sizes: RunSizes, config: Config, *, may_cut_context: bool = False
+    model: MoeModel,
+    sizes: RunSizes,
+    config: Config,
+    *,
+    may_cut_context: bool = False,
+    may_cut_checkpoints: bool = False,
 ) -> RunPlan:
     """Plan slots and context; `sizes` are those asked for, read buffers aside.
 
-    A context that nobody asked for may be cut so that its KV cache leaves room. Raises BudgetError
-    if the budget, or what is left for one, is too small.
+    A context that nobody asked for may be cut so that its KV cache leaves room, and so may the
+    number of kept states. Raises BudgetError if the budget, or what is left for one, is too small.
     """
     least = token_slots if config.ubatch == "shrink" else one_slot
     sizes = replace(sizes, read_buffer_bytes=config.read_buffer_bytes, least=least)
     limit = _limit(config)
     n_ctx_cut = cut_context(model, sizes, limit) if may_cut_context and limit else 0
     sizes = replace(sizes, n_ctx=n_ctx_cut or sizes.n_ctx)
+    n_checkpoints_cut = cut_checkpoints(model, sizes, limit) if may_cut_checkpoints and limit else 0
+    sizes = replace(sizes, n_checkpoints=n_checkpoints_cut or sizes.n_checkpoints)
     known = limit or MemoryLimit(0, 0, "unknown")
     if config.cache_bytes is None:
         budget_bytes = auto_budget(model, known, sizes).budget_bytes
@@ -142,6 +167,8 @@ def plan_run(
         n_ubatch_asked=sizes.n_ubatch,
         n_stages=n_stages,
         n_ctx_cut=n_ctx_cut,
+        n_checkpoints_cut=n_checkpoints_cut,
+        n_seq=sizes.n_seq,
         memory=plan_memory(model, known, replace(sizes, n_ubatch=n_ubatch)),
         limit_known=limit is not None,
     )
@@ -181,3 +208,12 @@ def cut_context(model: MoeModel, sizes: RunSizes, limit: MemoryLimit) -> int:
     ):
         n_ctx = max(n_ctx // 2, LEAST_CONTEXT)
     return n_ctx if n_ctx < model.n_ctx_train else 0
+
+
+def cut_checkpoints(model: MoeModel, sizes: RunSizes, limit: MemoryLimit) -> int:
+    """Return how many states to keep of each sequence; 0 if as many as asked for do."""
+    each_bytes = checkpoint_bytes(model, sizes.n_ctx, sizes.n_ubatch, sizes.kv_element_bytes)
+    if not each_bytes:
+        return 0
+    n_fitting = int(CHECKPOINT_SHARE * limit.available_bytes) // (each_bytes * sizes.n_seq)
+    return max(n_fitting, 1) if n_fitting < sizes.n_checkpoints else 0

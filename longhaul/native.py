@@ -8,7 +8,8 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -164,6 +165,15 @@ class ReadPool(_Handle):
         self.modes.append(_FILE_MODES[int(mode[0])])
         return int(file[0])
 
+    def stamp(self, file: int) -> tuple[int, int, int, int]:
+        """Return device, inode, size and mtime in ns of a file as it was opened.
+
+        Reads fail once size or mtime are others.
+        """
+        out = _ffi().new("lh_file_stamp *")
+        check(_lib().lh_read_pool_file_stamp(self.pointer, file, out))
+        return out.device % 2**64, out.inode % 2**64, out.size, out.mtime_ns
+
     def read(self, reads: Sequence[tuple[int, int, int]]) -> list[bytes]:
         """Return the bytes of (file, offset, size) ranges; raises ReadError if one fails."""
         ffi = _ffi()
@@ -318,6 +328,22 @@ class Stream(_Handle):
     def set_active(self, active: bool) -> None:
         """Stream models that are loaded from now on, or load them whole."""
         check(_lib().lh_stream_set_active(self.pointer, active))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have no ubatch run meanwhile, so that slot tables may change; waits for its end."""
+        lib, pointer = _lib(), self.pointer
+        lib.lh_stream_pause(pointer)
+        try:
+            yield
+        finally:
+            lib.lh_stream_resume(pointer)
+
+    def give_back(self) -> int:
+        """Give the memory of free slots back to the system, while paused; return its bytes."""
+        n_bytes = _ffi().new("int64_t *")
+        check(_lib().lh_stream_give_back(self.pointer, n_bytes))
+        return int(n_bytes[0])
 
     def slot_table(self, layer_index: int) -> tuple[Any, Any, Any]:
         """Return slot_of (n_expert,), expert_of (n_slots,) and last_use (n_slots,).

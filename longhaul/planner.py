@@ -23,9 +23,10 @@ class Plan:
 def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) -> Plan:
     """Give every missing expert a slot: free ones first, then those of victims.
 
-    Needed experts are never victims. Both sequences hold distinct experts; `missing` are those of
-    `needed` that no slot holds. Raises ValueError if they do not, or if the slots cannot hold all
-    needed experts at once.
+    Needed experts are never victims. Where a limit on the slots in use stands against what is
+    needed at once, what is needed wins. Both sequences hold distinct experts; `missing` are those
+    of `needed` that no slot holds. Raises ValueError if they do not, or if the slots cannot hold
+    all needed experts at once.
     """
     n_slots = len(residency.expert_of)
     if len(set(needed)) < len(needed) or len(set(missing)) < len(missing):
@@ -35,13 +36,14 @@ def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) ->
             f"{len(needed)} experts are needed at once, but the layer has {n_slots} slots"
         )
     free = residency.free
-    n_victims = max(len(missing) - len(free), 0)
+    n_others = n_slots - len(free) - len(needed) + len(missing)  # occupied, not needed
+    n_victims = min(max(len(missing) - residency.n_room, 0), n_others)
     victims: list[int] = []
     if n_victims:
         slot_of = residency.slot_of
         protected = {slot_of[expert] for expert in needed}
         victims = residency.policy.victims(n_victims, protected)
-    slots = free[: -len(missing) - 1 : -1] + victims
+    slots = free[: n_victims - len(missing) - 1 : -1] + victims
     return Plan(tuple(zip(missing, slots, strict=True)), tuple(victims))
 
 
@@ -147,7 +149,8 @@ def plan_ahead(residency: Residency, n_selected: int) -> Plan:
     if n_selected < ROWS_PER_EXPERT * n_expert:
         return Plan((), ())
     missing = (expert for expert in range(n_expert) if residency.slot_of[expert] < 0)
-    return Plan(tuple(zip(missing, reversed(residency.free), strict=False)), ())
+    free = residency.free[: -residency.n_room - 1 : -1]
+    return Plan(tuple(zip(missing, free, strict=False)), ())
 
 
 def _idle_slots(residency: Residency, needed_slots: set[int], n_wanted: int) -> list[int]:

@@ -8,6 +8,8 @@ from .experts import MoeModel
 from .figures import RunFigures
 from .stats import Counters
 
+DEFAULT_CHECKPOINTS = 32  # of llama.cpp, for each sequence
+
 
 def span(values: Sequence[int]) -> str:
     """Write numbers as one, or as the least and the most."""
@@ -71,6 +73,14 @@ def context_line(n_ctx: int, n_ctx_train: int) -> str:
     )
 
 
+def checkpoints_line(n_checkpoints: int, each_bytes: int) -> str:
+    """Say that fewer states are kept than llama.cpp keeps by default."""
+    return (
+        f"states  {n_checkpoints} of {size_text(each_bytes)} kept per sequence instead of"
+        f" {DEFAULT_CHECKPOINTS}, so that they stay small; --ctx-checkpoints chooses"
+    )
+
+
 def overcommit_line(planned_bytes: int, limit: MemoryLimit) -> str:
     """Warn that less memory is free than the run is planned to take."""
     return (
@@ -109,10 +119,10 @@ class PlannedMemory:
         return f"memory  {self.total_bytes / MIB:.0f} MiB planned: {parts}"
 
 
-def planned_memory(plan: BudgetPlan, slot_bytes: int, base_bytes: int) -> PlannedMemory:
-    """Return a plan's terms with the slots really taken; `base_bytes` is the process before."""
+def planned_memory(plan: BudgetPlan, slot_bytes: int) -> PlannedMemory:
+    """Return a plan's terms with the slots really taken, and without the floor."""
     terms = tuple(term for term in plan.terms if term[0] != "floor")
-    return PlannedMemory((("slots", slot_bytes), *terms, ("process", base_bytes)))
+    return PlannedMemory((("slots", slot_bytes), *terms))
 
 
 def time_split(counters: Counters) -> str:

@@ -27,6 +27,7 @@ class Residency:
         self.expert_of = expert_of
         self._last_use = last_use
         self._make_policy = make_policy
+        self.limit = len(expert_of)  # slots that may hold an expert, unless a ubatch needs more
         self.clear()
 
     def clear(self) -> None:
@@ -38,9 +39,24 @@ class Residency:
         self.free = list(reversed(range(len(self.expert_of))))  # slot 0 is taken first
         self.policy = self._make_policy(self._last_use)
 
+    @property
+    def n_room(self) -> int:
+        """Free slots that the limit leaves open."""
+        return max(self.limit - len(self.expert_of) + len(self.free), 0)
+
+    def set_limit(self, limit: int) -> None:
+        """Have so many slots at most hold an expert: the policy says who leaves."""
+        self.limit = limit
+        n_occupied = len(self.expert_of) - len(self.free)
+        if n_occupied > limit:
+            self._empty(self.policy.victims(n_occupied - limit, ()))
+
     def evict(self, plan: "Plan") -> None:
         """Take the victims of a plan out of their slots, which become free."""
-        for slot in plan.victims:
+        self._empty(plan.victims)
+
+    def _empty(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             self.slot_of[self.expert_of[slot]] = -1
             self.expert_of[slot] = -1
             self.policy.remove(slot)

@@ -18,7 +18,6 @@ MAX_PORT = 65535
 _BATCH = ("-b", "--batch-size")
 _PER_SLOT = ("--kv-unified-per-slot",)
 _WHOLE_BATCH = ("--spec-", "--model-draft", "-md", "--mmproj", "-mm")
-_CACHE_RAM = ("-cram", "--cache-ram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class ServerArguments:
     has_batch: bool = False
     needs_whole_batch: bool = False  # drafts and images may not fit into one of a ubatch
     n_ctx_per_sequence: int = 0  # 0: not said
-    cache_ram_bytes: int | None = None  # for prompts of the past; None: not said
     has_tls: bool = False
 
     @property
@@ -44,13 +42,11 @@ class ServerArguments:
         """Return options to be put before the user's own.
 
         A batch of one ubatch lets the server look after its clients and say how far a prompt is
-        once a ubatch. The memory for prompts of the past, by default 8 GiB, would not be planned.
+        once a ubatch.
         """
         words = ["--metrics"]
         if not self.has_batch and not self.needs_whole_batch:
             words += ["--batch-size", str(n_ubatch)]
-        if self.cache_ram_bytes is None:
-            words += ["--cache-ram", "0"]
         return words
 
 
@@ -61,7 +57,6 @@ def read_server_arguments(
     words = {spelled(word) for word in args}
     hosts = _csv(option(args, ("--host",), env, "LLAMA_ARG_HOST") or "")
     addresses = [host for host in hosts if not host.endswith(".sock")]
-    cache_ram_mib = count(args, _CACHE_RAM, env, "LLAMA_ARG_CACHE_RAM", -1)
     return ServerArguments(
         host=addresses[0] if addresses else DEFAULT_HOST,
         port=count(args, ("--port",), env, "LLAMA_ARG_PORT", DEFAULT_PORT),
@@ -70,7 +65,6 @@ def read_server_arguments(
         needs_whole_batch=any(word.startswith(_WHOLE_BATCH) for word in words),
         n_ctx_per_sequence=count(args, _PER_SLOT, env, "LLAMA_ARG_KV_UNIFIED_PER_SLOT", 0),
         has_batch=option(args, _BATCH, env, "LLAMA_ARG_BATCH") is not None,
-        cache_ram_bytes=None if cache_ram_mib < 0 else cache_ram_mib * 2**20,
         has_tls=option(args, ("--ssl-key-file",), env, "LLAMA_ARG_SSL_KEY_FILE") is not None,
     )
 

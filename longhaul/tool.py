@@ -14,10 +14,12 @@ from .config import Config
 from .engine import Engine
 from .figures import RunFigures, write_json
 from .index import read_index
-from .launch import RunPlan, plan_run, tool_sizes
+from .launch import CHATS, RunPlan, plan_run, tool_sizes
 from .server_arguments import ServerArguments, read_server_arguments
+from .watch import watching
 
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
+NO_PAST_PROMPTS = ["--cache-ram", "0"]  # by default 8 GiB, which nobody would have planned
 
 
 def run_command(
@@ -74,14 +76,21 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         may_cut_context=arguments.n_ctx is None
         and tool != "perplexity"
         and not (server and server.n_ctx_per_sequence),
+        may_cut_checkpoints=arguments.n_checkpoints is None,
     )
     native.require_libraries(reads=not plan.has_all_slots)
     with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             tell(line)
+        stack.enter_context(watching(engine, plan, tell))
         for path in config_files():
             tell(f"warning what {path} says is not in this plan")
         extra_args = [*NO_WARMUP, *plan.extra_args]
+        cache_ram_mib = arguments.cache_ram_mib
+        if tool in CHATS and cache_ram_mib is None:
+            extra_args += NO_PAST_PROMPTS
+        elif tool in CHATS and cache_ram_mib is not None and cache_ram_mib < 0:
+            tell("warning prompts of the past have no limit (--cache-ram), so they are not planned")
         if server:
             extra_args += server.extra_args(plan.n_ubatch_asked)
             if config.page_port is not None:

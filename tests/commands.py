@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from cgroups import Cgroup
+
 from longhaul.index import read_index
 
 TIMEOUT_S = 60
@@ -75,11 +77,16 @@ class Result:
 
 
 def run(
-    program: str, *args: str | Path, stdin: str = "", env: dict[str, str] | None = None
+    program: str,
+    *args: str | Path,
+    stdin: str = "",
+    env: dict[str, str] | None = None,
+    cgroup: Cgroup | None = None,
 ) -> Result:
     """Run a command to its end, with no terminal."""
+    words = command(program, *args)
     done = subprocess.run(
-        command(program, *args),
+        cgroup.within(words) if cgroup else words,
         input=stdin,
         env=env or environment(),
         capture_output=True,
@@ -110,9 +117,10 @@ def first_expert_byte(path: Path) -> int:
 class Running:
     """A command that one talks to while it runs; killed at the end of its `with`."""
 
-    def __init__(self, program: str, *args: str | Path) -> None:
+    def __init__(self, program: str, *args: str | Path, cgroup: Cgroup | None = None) -> None:
+        words = command(program, *args)
         self._process = subprocess.Popen(
-            command(program, *args),
+            cgroup.within(words) if cgroup else words,
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -174,6 +182,10 @@ class Running:
     def terminate(self) -> None:
         """Send SIGTERM."""
         self._process.terminate()
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
 
     def interrupt(self) -> None:
         """Press Ctrl-C."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from arch_models import widen, write_arch_models
+from cgroups import Cgroup, make_cgroup
 from chat_models import write_chat_model
 from models import write_tiny_moe
 
@@ -38,6 +39,16 @@ def libraries() -> Path:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny MoE of 3 layers x 8 experts, top-2, F32."""
     return write_tiny_moe(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture
+def own_cgroup() -> Iterator[Cgroup]:
+    """A memory cgroup of its own; skips where none can be made."""
+    try:
+        with make_cgroup() as made:
+            yield made
+    except OSError as e:
+        pytest.skip(f"no memory cgroup can be made here: {e}")
 
 
 def require_arch_binary() -> Path:

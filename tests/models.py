@@ -4,7 +4,9 @@ Weights are symmetric about zero, so that routing differs from token to token. T
 `no_vocab`: tests feed token ids.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -114,6 +116,16 @@ def truncate(path: Path, n_bytes: int) -> None:
     """Cut the file to its first `n_bytes` bytes, or by `-n_bytes` if negative."""
     with path.open("rb+") as file:
         file.truncate(n_bytes if n_bytes >= 0 else path.stat().st_size + n_bytes)
+
+
+@contextmanager
+def truncated(path: Path, n_bytes: int) -> Iterator[None]:
+    """Have the file cut meanwhile, and be what it was afterwards, as far as anybody can tell."""
+    content, mtime_ns = path.read_bytes(), path.stat().st_mtime_ns
+    truncate(path, n_bytes)
+    yield
+    path.write_bytes(content)
+    os.utime(path, ns=(mtime_ns, mtime_ns))
 
 
 def copy_metadata(reader: GGUFReader, writer: GGUFWriter) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cgroups import Cgroup
 from commands import SMALL, TIMEOUT_S, Running
 
 ANSWER = {"temperature": 0.0, "seed": 1, "ignore_eos": True}
@@ -64,13 +65,18 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path, *args: str | Path, cache: tuple[str, ...] = SMALL) -> Iterator[Server]:
+def serve(
+    model: Path,
+    *args: str | Path,
+    cache: tuple[str, ...] = SMALL,
+    cgroup: Cgroup | None = None,
+) -> Iterator[Server]:
     """Start a server, wait until it is ready, and kill it at the end if it still runs."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     words = ("--model", model, "--port", str(port), *cache, *SIZES, *args)
     with (
-        Running("longhaul-server", *words) as running,
+        Running("longhaul-server", *words, cgroup=cgroup) as running,
         httpx.Client(base_url=url, timeout=TIMEOUT_S) as http,
     ):
         wait_until_ready(http, running)

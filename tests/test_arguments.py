@@ -224,3 +224,15 @@ def test_sizes_are_those_of_the_options(tmp_path: Path) -> None:
 def test_counts_that_are_no_numbers_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'x' is not a whole number"):
         read_arguments([name, "x"], {})
+
+
+def test_what_chats_keep_is_read() -> None:
+    arguments = read_arguments(["--cache_ram", "-1", "--swa-checkpoints", "3"], {})
+    assert (arguments.cache_ram_mib, arguments.n_checkpoints) == (-1, 3)
+    variables = {"LLAMA_ARG_CACHE_RAM": "100", "LLAMA_ARG_CTX_CHECKPOINTS": "0"}
+    arguments = read_arguments([], variables)
+    assert (arguments.cache_ram_mib, arguments.n_checkpoints) == (100, 0)
+    arguments = read_arguments([], {})
+    assert (arguments.cache_ram_mib, arguments.n_checkpoints) == (None, None)
+    with pytest.raises(ConfigError, match="--ctx-checkpoints 'x' is not a whole number"):
+        read_arguments(["-ctxcp", "x"], {})

@@ -1,10 +1,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cgroups import Cgroup
 
 from longhaul.budget import GIB, MIB, MemoryLimit, memory_limit
 from longhaul.errors import ConfigError
@@ -140,39 +140,18 @@ def test_this_machine_has_memory() -> None:
     assert 0 < limit.available_bytes <= limit.bytes
 
 
-@pytest.fixture
-def own_cgroup() -> Iterator[tuple[Path, str]]:
-    """Make a cgroup of this machine; gives its folder and the name of the file for its limit."""
-    root = Path("/sys/fs/cgroup")
-    v1_root = (root / "memory" / "memory.limit_in_bytes").exists()
-    folder = (root / "memory" if v1_root else root) / f"longhaul-test-{os.getpid()}"
-    name = "memory.limit_in_bytes" if v1_root else "memory.max"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    if not (folder / name).exists():
-        folder.rmdir()
-        pytest.skip("this machine does not let cgroups limit memory")
-    yield folder, name
-    folder.rmdir()
-
-
-def test_limit_of_a_real_cgroup(own_cgroup: tuple[Path, str]) -> None:
-    folder, name = own_cgroup
-    (folder / name).write_text(str(300 * MIB))
+def test_limit_of_a_real_cgroup(own_cgroup: Cgroup) -> None:
+    own_cgroup.set_limit(300 * MIB)
     code = (
-        f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')\n"
         "from longhaul.budget import memory_limit\n"
         "held = bytearray(100 << 20)\n"
         "limit = memory_limit()\n"
         "print(limit.bytes, limit.available_bytes, limit.source)\n"
     )
     root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
-    )
+    words = own_cgroup.within([sys.executable, "-c", code])
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=root)
     size, available, source = done.stdout.split()
     assert int(size) == 300 * MIB
     assert 100 * MIB < int(available) < 200 * MIB
-    assert source == str(folder / name)
+    assert source == str(own_cgroup.folder / own_cgroup.limit_name)

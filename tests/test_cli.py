@@ -283,9 +283,7 @@ def test_a_failed_read_ends_the_answer_and_says_where(chat_model: Path, tmp_path
         result = running.end()
     assert result.code == 1
     error = result.line("error:")
-    offset = int(re.findall(r"offset ([0-9]+)", error)[0])
-    assert str(path) in error
-    assert first_expert_byte(chat_model) <= offset < chat_model.stat().st_size
+    assert f"{path} has changed since it was opened" in error
     assert "Traceback" not in result.err
     first, second = result.turns
     assert len(first) > 20

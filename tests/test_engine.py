@@ -1,5 +1,6 @@
 """The join with llama.cpp: what is read and when, what fails and how."""
 
+import errno
 import gc
 import mmap
 import os
@@ -11,14 +12,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from models import write_tiny_moe
+from models import Type, truncated, write_tiny_moe
 from streaming import Recipe, evaluate, largest_difference, stream
 
 from longhaul import llama
 from longhaul.budget import plan_slots, slots_bytes
 from longhaul.config import Config
 from longhaul.engine import SWITCH_INTERVAL_S, Engine
-from longhaul.errors import ConfigError, DecodeError, NativeError, ReadError
+from longhaul.errors import ConfigError, DecodeError, ModelError, NativeError, ReadError
 from longhaul.experts import MoeModel
 from longhaul.index import read_index
 from longhaul.planner import StagedPlan, plan_stages
@@ -28,6 +29,9 @@ from longhaul.stats import Counters
 SHRINK = Config(ubatch="shrink")
 
 pytestmark = pytest.mark.usefixtures("libraries")
+
+
+F32_EXPERTS = {"*_exps.weight": Type.F32}
 
 
 def open_engine(model: MoeModel, n_slots: int, config: Config | None = None) -> Engine:
@@ -190,23 +194,21 @@ def test_a_prompt_reads_no_more_than_one_copy_of_the_experts(n_slots: int, tiny:
 @pytest.mark.parametrize("config", [Config(), SHRINK], ids=["staged", "shrunk"])
 def test_failed_read_fails_the_decode_and_nothing_else(config: Config, tmp_path: Path) -> None:
     path = write_tiny_moe(tmp_path / "m.gguf")
-    model, content = read_index(path), path.read_bytes()
+    model = read_index(path)
     last = max(t.offset for layer in model.layers for t in layer.tensors)
     n_ubatch = 2 if config.ubatch == "shrink" else 12
     wanted = evaluate(path, Recipe(n_prompt=12, n_greedy=0, n_ubatch=n_ubatch)).logits
     with open_engine(model, 4, config) as engine:
         with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
-            os.truncate(path, last + 5)
             tokens = evaluated_tokens(loaded.n_vocab, 12)
-            with pytest.raises(DecodeError):
-                context.decode(tokens)
-            with pytest.raises(ReadError, match=r"m\.gguf: cannot read \d+ bytes at offset \d+"):
+            with truncated(path, last + 5):
+                with pytest.raises(DecodeError):
+                    context.decode(tokens)
+            with pytest.raises(ReadError, match=r"m\.gguf has changed since it was opened"):
                 engine.raise_kept()
             engine.raise_kept()  # raised once
             assert engine.stats().total.n_errors == 1
             assert_consistent(engine)
-            assert engine.resident(0)  # what was read before stays
-            path.write_bytes(content)
             again = context.decode(tokens)
             assert_consistent(engine)
             assert largest_difference(again, wanted) == 0.0
@@ -489,35 +491,40 @@ def test_closed_engine_says_so(tiny: Path) -> None:
         engine.resident(0)
 
 
-def test_each_failure_has_its_own_reason(tmp_path: Path) -> None:
+def test_each_failure_has_its_own_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny_moe(tmp_path / "m.gguf")
-    model, content = read_index(path), path.read_bytes()
-    seen = set()
+
+    def broken(*args: object) -> None:
+        raise KeyError("planner")
+
+    model = read_index(path)
+    seen = []
     with open_engine(model, 4) as engine:
         with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
-            for layer in (2, 1):
-                os.truncate(path, model.layers[layer].tensors[0].offset + 1)
+            with truncated(path, model.layers[2].tensors[0].offset + 1):
                 with pytest.raises(DecodeError):
                     context.decode([1, 2, 3, 4])
-                seen.add(str(engine._stream.error))
-                path.write_bytes(content)
-    assert len(seen) == 2
+            seen.append(type(engine._stream.error))  # not taken
+            monkeypatch.setattr("longhaul.engine.plan_stages", broken)
+            with pytest.raises(DecodeError):
+                context.decode([1, 2, 3, 4])
+            seen.append(type(engine._stream.error))
+    assert seen == [ReadError, KeyError]
 
 
 def test_recurrent_model_says_that_a_failure_cleared_its_context(
     arch_model: Callable[[str], Path],
 ) -> None:
     path = arch_model("qwen35moe")
-    model, content = read_index(path), path.read_bytes()
+    model = read_index(path)
     wanted = evaluate(path, Recipe(n_prompt=8, n_greedy=0)).logits
     with open_engine(model, 4) as engine:
         with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
             tokens = evaluated_tokens(loaded.n_vocab, 8)
             context.decode(tokens)
-            os.truncate(path, model.layers[0].tensors[0].offset + 1)
-            with pytest.raises(DecodeError, match="had to be cleared"):
-                context.decode(list(range(40, 80)))
-            path.write_bytes(content)
+            with truncated(path, model.layers[0].tensors[0].offset + 1):
+                with pytest.raises(DecodeError, match="had to be cleared"):
+                    context.decode(list(range(40, 80)))
             engine.take_error()
             assert context.n_past == 0
             assert largest_difference(context.decode(tokens), wanted) == 0.0
@@ -556,3 +563,88 @@ def seconds(counters: Counters) -> dict[str, float]:
     names = [field.name for field in fields(Counters) if field.name.endswith("_s")]
     assert names
     return {name: getattr(counters, name) for name in names}
+
+
+# --- files that change ----------------------------------------------------------------------------
+
+
+def test_file_that_changed_since_its_header_was_read_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf")
+    model = read_index(path)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ReadError, match=r"m\.gguf has changed since its header was read") as caught:
+        open_engine(model, 4)
+    assert caught.value.errno == errno.ESTALE
+
+
+def test_file_that_is_replaced_before_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    path, other = write_tiny_moe(tmp_path / "m.gguf"), write_tiny_moe(tmp_path / "n.gguf", seed=5)
+    status = path.stat()
+    with open_engine(read_index(path), 4):
+        other.replace(path)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert path.stat().st_size == status.st_size
+        with pytest.raises(ModelError):
+            llama.Model(path)
+
+
+def test_file_that_is_written_to_is_noticed_even_if_nothing_is_missing(
+    tiny: Path, tmp_path: Path
+) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf")
+    with open_engine(read_index(path), 8) as engine:
+        with llama.Model(path) as loaded, llama.Context(loaded) as context:
+            wanted = context.decode([1, 2, 3, 4])
+            context.remove_from(0)
+            with truncated(path, -1):
+                with pytest.raises(DecodeError):
+                    context.decode([1, 2, 3, 4])
+            with pytest.raises(ReadError, match="has changed since it was opened"):
+                engine.raise_kept()
+            assert largest_difference(context.decode([1, 2, 3, 4]), wanted) == 0.0
+
+
+# --- slots that are given back --------------------------------------------------------------------
+
+
+def test_a_limit_changes_no_logit(tiny: Path) -> None:
+    model = read_index(tiny)
+    tokens = evaluated_tokens(128, 24)
+    with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+        prompt = context.decode(tokens)
+        singles = [context.decode([token]) for token in tokens[:6]]
+    with open_engine(model, 6) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            for limits in ([6, 6, 6], [2, 2, 2], [1, 1, 1], [3, 6, 2], [6, 6, 6]):
+                context.remove_from(0)
+                assert largest_difference(context.decode(tokens), prompt) == 0.0
+                assert [len(engine.resident(i)) for i in range(3)] == [6, 6, 6]
+                engine.set_limits(limits)
+                assert_consistent(engine)
+                assert [len(engine.resident(i)) for i in range(3)] == limits
+                for token, wanted in zip(tokens[:6], singles, strict=True):
+                    assert largest_difference(context.decode([token]), wanted) == 0.0
+                    most = [max(limit, 2) for limit in limits]  # which one token needs
+                    assert [len(engine.resident(i)) for i in range(3)] == most
+
+
+def test_a_limit_gives_memory_back_until_it_is_needed(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=256, n_ff=2048, types=F32_EXPERTS)
+    model = read_index(path)
+    expert_bytes = model.layers[0].expert_bytes
+    with open_engine(model, 6) as engine:
+        with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
+            context.decode(evaluated_tokens(128, 24))
+            before = resident_bytes()
+            returned = engine.set_limits([2, 2, 2])
+            page_bytes = 3 * 3 * 6 * mmap.PAGESIZE  # at the ends of slots
+            assert 12 * expert_bytes - page_bytes <= returned <= 12 * expert_bytes
+            assert before - resident_bytes() > 0.9 * returned
+            engine.set_limits([6, 6, 6])
+            context.decode(evaluated_tokens(128, 24))
+            assert resident_bytes() > before - 0.1 * returned
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE

@@ -30,36 +30,50 @@ OURS: dict[str, set[str]] = {
     "stats": ERRORS,
     "library": ERRORS,
     "closing": set(),
+    "files": set(),
     # 2, pure policy: each may import those before it
     "policy": VALUES,
     "residency": VALUES | {"policy"},
     "planner": VALUES | {"policy", "residency"},
     "budget": VALUES,
-    "figures": {"stats"},
+    "figures": {"stats", "files"},
     "arguments": VALUES | {"budget"},
     "report": VALUES | {"budget", "figures"},
     "server_arguments": ERRORS | {"arguments"},
     "launch": VALUES | {"planner", "budget", "arguments", "report", "server_arguments"},
     "page": set(),  # a process of its own
+    "forecast": VALUES,
+    "shape": VALUES,
+    "machine": {"config", "forecast"},
     # 2, boundary: never pure policy, never each other
     "gguf_header": VALUES,
     "index": VALUES | {"gguf_header"},
     "native": VALUES | {"closing", "library"},
     "llama": VALUES | {"closing", "library"},
-    "demo": VALUES | {"gguf_header"},
+    "demo": VALUES | {"gguf_header", "files"},
     # 3
     "engine": VALUES | PURE | BOUNDARY | {"closing"},
     # 4
     "options": {"errors", "config", "policy"},
     "live": {"engine", "launch", "server_arguments"},
+    "watch": VALUES | {"budget", "engine", "launch", "report"},
     "tool": VALUES
     | PURE
     | BOUNDARY
-    | {"engine", "arguments", "launch", "report", "demo", "figures", "live", "server_arguments"},
+    | {"engine", "arguments", "launch", "report", "demo", "figures", "live", "watch"}
+    | {"server_arguments"},
+    "advise": VALUES
+    | PURE
+    | {"index", "gguf_header", "arguments", "forecast", "launch", "machine", "report", "shape"}
+    | {"server_arguments"},
+    "doctor": VALUES
+    | PURE
+    | BOUNDARY
+    | {"advise", "arguments", "demo", "launch", "library", "machine"},
     # 5: never one another
     "cli": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
     "server": VALUES | {"options", "tool", "server_arguments"},
-    "main": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
+    "main": VALUES | PURE | BOUNDARY | {"engine", "options", "tool", "advise", "doctor"},
     "__init__": {"errors", "config"},
 }
 
@@ -69,13 +83,15 @@ THIRD: dict[str, set[str]] = {
     "gguf_header": {"gguf"},
     "native": {"cffi"},
     "llama": {"llama_cpp", "numpy"},
+    "machine": {"numpy"},
     "demo": {"gguf", "numpy"},
     **{name: {"click"} for name in ("options", "cli", "main", "server")},
 }
 
 ONLY_IN_BODIES = {
     "cli": {"tool"},
-    "main": {"tool"},
+    "main": {"tool", "advise", "doctor"},
+    "doctor": {"llama"},  # so that what is wrong with the libraries is a finding
     "server": {"tool", "server_arguments"},
 }  # so that --help needs no libraries
 ONLY_FOR_TYPES = {"residency": {"planner"}}

@@ -6,7 +6,14 @@ import pytest
 
 from longhaul import launch
 from longhaul.arguments import LlamaArguments
-from longhaul.budget import MIB, MemoryLimit, RunSizes, kv_cache_bytes
+from longhaul.budget import (
+    MIB,
+    PROCESS_BYTES,
+    MemoryLimit,
+    RunSizes,
+    checkpoint_bytes,
+    kv_cache_bytes,
+)
 from longhaul.config import Config
 from longhaul.errors import BudgetError, ConfigError
 from longhaul.experts import ExpertTensor, MoeLayer, MoeModel
@@ -298,8 +305,51 @@ def test_planned_memory_counts_slots_and_process_but_no_floor(free: SetLimit) ->
     plan = plan_run(MODEL, SIZES, Config(cache_bytes=21 * MIB))
     terms = dict(plan.planned.terms)
     assert terms["slots"] == 21 * MIB
-    assert terms["process"] == launch.PROCESS_BYTES
+    assert terms["process"] == PROCESS_BYTES
     assert "floor" not in terms
+
+
+# --- states that are kept -------------------------------------------------------------------------
+
+RECURRENT = replace(MODEL, state_bytes=10 * MIB)
+
+
+def test_kept_states_are_planned(free: SetLimit) -> None:
+    sizes = tool_sizes("server", LlamaArguments(None, n_ctx=512, n_seq=2), RECURRENT)
+    plan = plan_run(RECURRENT, sizes, Config(cache_bytes=20 * MIB))
+    assert dict(plan.planned.terms)["checkpoints"] == 2 * 32 * 10 * MIB
+    assert plan.extra_args == []
+    few = tool_sizes("server", LlamaArguments(None, n_ctx=512, n_seq=2, n_checkpoints=3), RECURRENT)
+    plan = plan_run(RECURRENT, few, Config(cache_bytes=20 * MIB))
+    assert dict(plan.planned.terms)["checkpoints"] == 2 * 3 * 10 * MIB
+    assert (
+        dict(plan_run(MODEL, sizes, Config(cache_bytes=20 * MIB)).planned.terms)["checkpoints"] == 0
+    )
+
+
+def test_kept_states_that_nobody_asked_for_stay_small(free: SetLimit) -> None:
+    sizes = tool_sizes("server", LlamaArguments(None, n_ctx=512, n_seq=2), RECURRENT)
+    config = Config(cache_bytes=20 * MIB)
+    plan = plan_run(RECURRENT, sizes, config, may_cut_checkpoints=True)
+    assert plan.n_checkpoints_cut == 20  # 5 % of 8192 MiB
+    assert plan.extra_args == ["--ctx-checkpoints", "20"]
+    assert dict(plan.planned.terms)["checkpoints"] == 2 * 20 * 10 * MIB
+    (line,) = [line for line in plan.lines() if line.startswith("states")]
+    assert line.startswith("states  20 of 10.0 MiB kept per sequence instead of 32")
+    free(100)
+    assert plan_run(RECURRENT, sizes, config, may_cut_checkpoints=True).n_checkpoints_cut == 1
+    free(100_000)
+    assert plan_run(RECURRENT, sizes, config, may_cut_checkpoints=True).extra_args == []
+    free(None)
+    assert plan_run(RECURRENT, sizes, config, may_cut_checkpoints=True).n_checkpoints_cut == 0
+
+
+def test_a_window_is_kept_with_the_tokens_of_a_ubatch() -> None:
+    windowed = replace(MODEL, n_swa=100)
+    kept_bytes = KV_OF_A_CELL * 768  # 100 + 512 in steps of 256
+    assert checkpoint_bytes(windowed, 4096, 512) == kept_bytes
+    assert checkpoint_bytes(windowed, 256, 512) == KV_OF_A_CELL * 256  # no longer than the context
+    assert checkpoint_bytes(MODEL, 4096, 512) == 0
 
 
 # --- what the tools take --------------------------------------------------------------------------
@@ -309,7 +359,8 @@ def test_planned_memory_counts_slots_and_process_but_no_floor(free: SetLimit) ->
 def test_tools_take_what_the_options_say(tool: str) -> None:
     arguments = LlamaArguments(None, n_ctx=4096, n_ubatch=64, n_seq=2)
     sizes = tool_sizes(tool, arguments, MODEL)
-    assert sizes == arguments.sizes()
+    n_checkpoints = 32 if tool == "cli" else 0  # a chat goes back to them
+    assert sizes == replace(arguments.sizes(), n_checkpoints=n_checkpoints)
     assert (sizes.n_ctx, sizes.n_ubatch, sizes.n_seq, sizes.other_bytes) == (4096, 64, 2, 0)
     assert tool_sizes(tool, LlamaArguments(None), MODEL).n_ctx == 0
 

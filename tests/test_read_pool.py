@@ -1,5 +1,6 @@
 """The native read pool on files with known bytes."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -112,7 +113,39 @@ def test_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
         os.truncate(path, 500_000)
         with pytest.raises(ReadError, match=r"shrinks\.bin"):
             pool.read([(0, 0, 1_000_000)])
-        assert pool.read([(0, 0, 500_000)]) == [bytes(500_000)]
+        with pytest.raises(ReadError, match=r"shrinks\.bin has changed since it was opened"):
+            pool.read([(0, 0, 500_000)])
+
+
+@pytest.mark.parametrize("uncached", [True, False])
+def test_file_that_is_written_to_is_noticed(tmp_path: Path, uncached: bool) -> None:
+    path = tmp_path / "written.bin"
+    path.write_bytes(bytes(100_000))
+    os.utime(path, ns=(10**18, 10**18))
+    with ReadPool(2, CHUNK) as pool:
+        file = pool.open_file(path, uncached)
+        status = path.stat()
+        assert pool.stamp(file) == (status.st_dev, status.st_ino, 100_000, 10**18)
+        assert pool.read([(file, 0, 100)]) == [bytes(100)]
+        with path.open("r+b") as other:
+            other.write(b"x")
+        with pytest.raises(ReadError, match=r"written\.bin has changed") as caught:
+            pool.read([(file, 90_000, 100)])
+        assert caught.value.errno == errno.ESTALE
+        with path.open("r+b") as other:
+            other.write(b"\0")
+        os.utime(path, ns=(10**18, 10**18))
+        assert pool.read([(file, 0, 100_000)]) == [bytes(100_000)]
+
+
+def test_file_that_is_replaced_stays_the_one_that_was_opened(tmp_path: Path) -> None:
+    path, other = tmp_path / "old.bin", tmp_path / "new.bin"
+    path.write_bytes(b"old" * 5000)
+    other.write_bytes(b"new" * 5000)
+    with ReadPool(2, CHUNK) as pool:
+        file = pool.open_file(path, True)
+        other.replace(path)
+        assert pool.read([(file, 0, 15_000)]) == [b"old" * 5000]
 
 
 def test_missing_file_has_errno(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.budget import MIB, MemoryLimit, RunSizes, auto_budget
+from longhaul.budget import MIB, PROCESS_BYTES, MemoryLimit, RunSizes, auto_budget
 from longhaul.experts import ExpertTensor, MoeLayer, MoeModel
 from longhaul.figures import RunFigures
 from longhaul.report import (
@@ -137,14 +137,15 @@ def test_planned_memory_takes_a_plan_without_its_floor() -> None:
     limit = MemoryLimit(4096 * MIB, 4096 * MIB, "RAM")
     sizes = RunSizes(n_ctx=256, n_ubatch=8, read_buffer_bytes=2 * MIB, other_bytes=7 * MIB)
     plan = auto_budget(EVEN, limit, sizes)
-    planned = planned_memory(plan, 33 * MIB, 60 * MIB)
+    planned = planned_memory(plan, 33 * MIB)
     names = [name for name, _ in planned.terms]
     assert names[0] == "slots"
     assert names[-1] == "process"
     assert "floor" not in names
     terms = sum(size for name, size in plan.terms if name != "floor")
-    assert planned.total_bytes == 33 * MIB + 60 * MIB + terms
-    assert terms == plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + 9 * MIB
+    assert planned.total_bytes == 33 * MIB + terms
+    parts = plan.dense_bytes + plan.kv_bytes + plan.compute_bytes
+    assert terms == parts + 9 * MIB + PROCESS_BYTES
 
 
 def figures(stats: Stats, repacked_bytes: int = 0) -> RunFigures:

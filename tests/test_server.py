@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 from commands import SMALL, TIMEOUT_S, first_expert_byte, run
-from models import truncate
+from models import truncate, truncated
 from servers import ANSWER, LONG_CONTEXT, Server, serve
 
 from longhaul.budget import MIB
@@ -455,22 +455,19 @@ def test_a_failed_read_is_a_500_and_the_next_request_works(
     chat_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "cut.gguf"
-    whole = chat_model.read_bytes()
-    path.write_bytes(whole)
+    path.write_bytes(chat_model.read_bytes())
     with serve(path, "--load-mode", "none") as server:
         wanted = server.complete("And now", 12).json()["content"]
         assert len(wanted) > 10
-        truncate(path, first_expert_byte(path))
-        answer = server.complete("Something completely different", 24)
+        with truncated(path, first_expert_byte(path)):
+            answer = server.complete("Something completely different", 24)
         assert answer.status_code == 500
         error = answer.json()["error"]
         assert error["type"] == "server_error"
-        assert "Experts could not be read: the file ends too early." in error["message"]
+        assert "Experts could not be read: the model file has changed." in error["message"]
         assert str(tmp_path) not in answer.text
         assert "content" not in answer.json()
         assert server.metrics()["longhaul_errors_total"] == 1
-        with path.open("r+b") as file:
-            file.write(whole)
         assert server.complete("And now", 12).json()["content"] == wanted
         server.running.terminate()
         result = server.running.end()

@@ -64,12 +64,11 @@ def test_a_key_file_that_is_not_there_stops_the_server(tmp_path: Path) -> None:
 
 
 def test_what_is_added_follows_the_users_own() -> None:
-    assert read().extra_args(512) == ["--metrics", "--batch-size", "512", "--cache-ram", "0"]
+    assert read().extra_args(512) == ["--metrics", "--batch-size", "512"]
     drafts = read("--spec-draft-model", "d.gguf")
-    assert drafts.extra_args(512) == ["--metrics", "--cache-ram", "0"]
-    own = read("-b", "64", "--cache-ram", "100")
+    assert drafts.extra_args(512) == ["--metrics"]
+    own = read("-b", "64")
     assert own.extra_args(512) == ["--metrics"]
-    assert own.cache_ram_bytes == 100 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -97,8 +96,8 @@ def test_page_port_that_is_none(text: str) -> None:
 def test_sequences_and_past_prompts_cost_memory(model_of_any_size: object) -> None:
     sizes = tool_sizes("server", read_arguments([], {}), model_of_any_size)  # type: ignore[arg-type]
     assert sizes.n_seq == 4
-    server = read("--cache-ram", "100")
-    two = tool_sizes("server", read_arguments(["-np", "2"], {}), model_of_any_size, server)  # type: ignore[arg-type]
+    arguments = read_arguments(["-np", "2", "--cache-ram", "100"], {})
+    two = tool_sizes("server", arguments, model_of_any_size, read())  # type: ignore[arg-type]
     assert two.n_seq == 2
     assert two.other_bytes == 100 * 2**20
 

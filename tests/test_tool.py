@@ -32,6 +32,7 @@ class FakeEngine:
         on_error: Callable[[BaseException], None],
     ) -> None:
         self.pool = SimpleNamespace(modes=["direct"])
+        self.n_slots = tuple(n_slots)
         self.is_open = True
         self.on_error = on_error
         self.error: BaseException | None = None
@@ -165,10 +166,19 @@ def test_threads_spin_longer_where_nothing_is_read(tiny: Path, cache: int, reads
 
 
 def test_options_follow_in_their_order_and_warm_up_is_off(tiny: Path, tools: FakeTools) -> None:
-    run("-m", tiny, "-p", "x", "-c", "64")
-    assert tools.calls == [
-        ("cli", "program", ["--no-warmup", "-m", str(tiny), "-p", "x", "-c", "64"])
-    ]
+    words = ["-m", str(tiny), "-p", "x", "-c", "64"]
+    run(*words)
+    assert tools.calls == [("cli", "program", ["--no-warmup", "--cache-ram", "0", *words])]
+    run(*words, "--cache-ram", "5")
+    assert tools.calls[1][2] == ["--no-warmup", *words, "--cache-ram", "5"]
+
+
+def test_prompts_of_the_past_without_a_limit_are_warned_about(
+    tiny: Path, tools: FakeTools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("-m", tiny, "-c", "64", "--cache-ram", "-1")
+    assert tools.calls[0][2][:1] == ["--no-warmup"]
+    assert "longhaul: warning prompts of the past have no limit" in capsys.readouterr().err
 
 
 def test_the_engine_is_open_while_the_tool_runs(tiny: Path, tools: FakeTools) -> None:

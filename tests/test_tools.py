@@ -133,7 +133,7 @@ def test_a_failed_read_of_a_completion_makes_the_exit_code_1(
         running.wait_for("error: ", err=True)
         result = running.end()
     assert result.code == 1
-    assert "offset" in result.line("error:")
+    assert f"{path} has changed since it was opened" in result.line("error:")
     assert "Traceback" not in result.err
 
 

@@ -73,6 +73,17 @@ LH_API lh_status lh_read_pool_open_file(lh_read_pool * pool, const char * path, 
 // May be called from several threads; the calls run one after the other.
 LH_API lh_status lh_read_pool_read(lh_read_pool * pool, const lh_read * reads, int64_t n_reads);
 
+// What tells a file from another, or from itself after a change.
+typedef struct lh_file_stamp {
+    int64_t device;
+    int64_t inode;
+    int64_t size;     // bytes
+    int64_t mtime_ns; // of the last change of the content
+} lh_file_stamp;
+
+// What the file was when it was opened. A read fails with LH_STATUS_IO and ESTALE once size or mtime are others.
+LH_API lh_status lh_read_pool_file_stamp(const lh_read_pool * pool, int32_t file, lh_file_stamp * stamp);
+
 // Bytes of the workers' buffers.
 LH_API int64_t lh_read_pool_buffer_bytes(const lh_read_pool * pool);
 
@@ -216,6 +227,15 @@ LH_API lh_status lh_stream_set_active(lh_stream * stream, bool active);
 
 // Pointers into lh_stream_params::live.
 LH_API lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table);
+
+// Between these two no ubatch runs, and no model is loaded or freed: the caller may change the slot tables. Waits for the end of the
+// running ubatch. Both from the same thread.
+LH_API void lh_stream_pause(lh_stream * stream);
+LH_API void lh_stream_resume(lh_stream * stream);
+
+// Give the memory of free slots back to the system; it is taken again when something is read into them. Only while paused, from
+// the thread that paused. *n_bytes: what was given back, whole pages; nothing on devices, or where the memory is locked.
+LH_API lh_status lh_stream_give_back(lh_stream * stream, int64_t * n_bytes);
 
 // Phase of the running ubatch; LH_N_PHASES outside of one.
 LH_API lh_phase lh_stream_phase(const lh_stream * stream);

@@ -301,6 +301,18 @@ lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_
     return lh::guarded([&] { *table = stream->layer_at(layer_index).table; });
 }
 
+void lh_stream_pause(lh_stream * stream) {
+    stream->pause();
+}
+
+void lh_stream_resume(lh_stream * stream) {
+    stream->resume();
+}
+
+lh_status lh_stream_give_back(lh_stream * stream, int64_t * n_bytes) {
+    return lh::guarded([&] { *n_bytes = stream->give_back(); });
+}
+
 lh_phase lh_stream_phase(const lh_stream * stream) {
     return static_cast<lh_phase>(stream->phase);
 }

@@ -1,6 +1,7 @@
 #include "read-pool.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -60,6 +61,34 @@ static error read_error(const read_file & file, int64_t offset, int64_t size, in
                  code);
 }
 
+static lh_file_stamp stamp_of(const struct stat & status) {
+#if defined(__APPLE__)
+    const struct timespec & mtime = status.st_mtimespec;
+#else
+    const struct timespec & mtime = status.st_mtim;
+#endif
+    return { static_cast<int64_t>(status.st_dev), static_cast<int64_t>(status.st_ino),
+             static_cast<int64_t>(status.st_size), int64_t(mtime.tv_sec) * 1000000000 + mtime.tv_nsec };
+}
+
+static bool is_same(const lh_file_stamp & a, const lh_file_stamp & b) {
+    return a.device == b.device && a.inode == b.inode && a.size == b.size && a.mtime_ns == b.mtime_ns;
+}
+
+static void check_stamp(const read_file & file, int status_code, const struct stat & status) {
+    if (status_code != 0 || !is_same(stamp_of(status), file.stamp)) {
+        throw error(LH_STATUS_IO, file.path + " has changed since it was opened; start again with a file that stays",
+                    ESTALE);
+    }
+}
+
+// Looks at the open file. After a read this says that what was read is what was there when the file was opened.
+static void check_unchanged(const read_file & file) {
+    struct stat status = {};
+    const int   code   = fstat(file.fd, &status);
+    check_stamp(file, code, status);
+}
+
 // Reads at least [offset, offset + size) of what starts at the aligned offset before it; returns where offset lies in buffer.
 static const uint8_t * read_into(const read_file & file, int64_t offset, int64_t size, uint8_t * buffer) {
     const bool    direct = file.mode == LH_FILE_MODE_DIRECT;
@@ -90,7 +119,7 @@ static const uint8_t * read_into(const read_file & file, int64_t offset, int64_t
 
 #if defined(O_DIRECT)
 // Reads to an address that is as far from a block as the offset is: whole blocks to where they belong, the ends by way of the
-// buffer. False: something was short or interrupted, and nothing is known.
+// buffer. False: something was short, interrupted or not possible this way, and nothing is known.
 static bool read_in_place(const read_file & file, const read_chunk & chunk, uint8_t * buffer) {
     const int64_t first = align_up(chunk.offset);
     const int64_t last  = align_down(chunk.offset + chunk.size);
@@ -107,7 +136,11 @@ static bool read_in_place(const read_file & file, const read_chunk & chunk, uint
     if (last < end) {
         parts[n_parts++] = { tail, block_bytes };
     }
-    if (preadv(file.fd, parts, n_parts, start) < chunk.offset + chunk.size - start) {
+    const ssize_t n = preadv(file.fd, parts, n_parts, start);
+    if (n < 0 && errno != EINTR && errno != EINVAL) {
+        throw read_error(file, chunk.offset, chunk.size, errno);
+    }
+    if (n < chunk.offset + chunk.size - start) {
         return false;
     }
     std::memcpy(chunk.dst, buffer + (chunk.offset - start), first - chunk.offset);
@@ -141,8 +174,12 @@ static lh_file_mode probe_uncached(read_file & file) {
 #elif defined(O_DIRECT)
     const int fd = open(file.path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
     if (fd >= 0) {
-        uint8_t *     buffer = allocate_buffer(block_bytes);
-        const ssize_t n      = pread(fd, buffer, block_bytes, 0);
+        uint8_t * buffer = allocate_buffer(block_bytes);
+        ssize_t   n      = -1;
+        do {
+            n = pread(fd, buffer, block_bytes, 0);
+        } while (n < 0 && errno == EINTR);
+        const int code = n < 0 ? errno : 0;
         std::free(buffer);
         if (n > 0) {
             close(file.fd);
@@ -150,6 +187,9 @@ static lh_file_mode probe_uncached(read_file & file) {
             return LH_FILE_MODE_DIRECT;
         }
         close(fd);
+        if (code == EIO || code == ENOMEM) { // not a refusal
+            throw read_error(file, 0, block_bytes, code);
+        }
     }
     return LH_FILE_MODE_DONTNEED;
 #else
@@ -223,6 +263,11 @@ int32_t lh_read_pool::open_file(const char * path, bool uncached) {
         if (uncached) {
             file.mode = lh::probe_uncached(file);
         }
+        struct stat status = {};
+        if (fstat(file.fd, &status) != 0) {
+            throw lh::error(LH_STATUS_IO, file.path + ": " + std::strerror(errno), errno);
+        }
+        file.stamp = lh::stamp_of(status);
         files.push_back(file);
     } catch (...) {
         close(file.fd);
@@ -234,6 +279,20 @@ int32_t lh_read_pool::open_file(const char * path, bool uncached) {
 void lh_read_pool::check_file(int32_t file) const {
     if (file < 0 || file >= static_cast<int32_t>(files.size())) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, "no file " + std::to_string(file));
+    }
+}
+
+void lh_read_pool::check_unchanged() const {
+    for (const lh::read_file & file : files) {
+        lh::check_unchanged(file);
+    }
+}
+
+void lh_read_pool::check_paths() const {
+    for (const lh::read_file & file : files) {
+        struct stat status = {};
+        const int   code   = stat(file.path.c_str(), &status);
+        lh::check_stamp(file, code, status);
     }
 }
 
@@ -404,6 +463,7 @@ void lh_read_pool::work(worker & self) {
             std::exception_ptr failure;
             try {
                 lh::read(files[next.chunk.file], next.chunk, self.buffer);
+                lh::check_unchanged(files[next.chunk.file]);
             } catch (...) {
                 failure = std::current_exception();
             }
@@ -456,6 +516,13 @@ lh_status lh_read_pool_read(lh_read_pool * pool, const lh_read * reads, int64_t 
             }
         }
         pool->run(std::move(chunks));
+    });
+}
+
+lh_status lh_read_pool_file_stamp(const lh_read_pool * pool, int32_t file, lh_file_stamp * stamp) {
+    return lh::guarded([&] {
+        pool->check_file(file);
+        *stamp = pool->files[file].stamp;
     });
 }
 

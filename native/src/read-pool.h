@@ -21,9 +21,10 @@ int64_t now_us();
 
 // A file that chunks are read from.
 struct read_file {
-    std::string  path;
-    int          fd   = -1;
-    lh_file_mode mode = LH_FILE_MODE_CACHED;
+    std::string   path;
+    int           fd    = -1;
+    lh_file_mode  mode  = LH_FILE_MODE_CACHED;
+    lh_file_stamp stamp = {};
 };
 
 // Chunks that make sense only together. When all of them have been read, the parts of the follow-up can run, each once and in
@@ -107,6 +108,10 @@ struct lh_read_pool {
 
     int32_t open_file(const char * path, bool uncached);
     void    check_file(int32_t file) const;
+    // Throws if the content of a file may be another than when it was opened.
+    void    check_unchanged() const;
+    // Throws if a path does not lead to the file that was opened by it any longer.
+    void    check_paths() const;
 
     std::vector<lh::read_file> files;
     const int64_t              chunk_bytes;

@@ -1,8 +1,10 @@
 #include "stream.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <climits>
 #include <cstdlib>
@@ -64,6 +66,23 @@ static void touch(uint8_t * memory, int64_t size) {
 
 static int64_t round_up(int64_t n, int64_t unit) {
     return (n + unit - 1) / unit * unit;
+}
+
+// Lets the system have the whole pages of a range of private memory, which then reads as anything; returns their bytes.
+static int64_t give_back_pages(uint8_t * memory, int64_t size) {
+    const int64_t   page  = sysconf(_SC_PAGESIZE);
+    const uintptr_t start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t first = round_up(start, page);
+    const uintptr_t last  = (start + size) / page * page;
+    if (first >= last) {
+        return 0;
+    }
+#if defined(__APPLE__)
+    const int advice = MADV_FREE_REUSABLE;
+#else
+    const int advice = MADV_DONTNEED;
+#endif
+    return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0 ? last - first : 0;
 }
 
 static bool is_repacking(ggml_backend_buffer_type_t buft) {
@@ -198,7 +217,30 @@ void lh_stream::reset_tables() {
     on_reset(user_data);
 }
 
+int64_t lh_stream::give_back() {
+    int64_t n_bytes = 0;
+    for (const lh::stream_layer & layer : layers) {
+        const int32_t * expert_of = layer.table.expert_of;
+        for (int32_t first = 0; first < layer.n_slots; first++) {
+            int32_t last = first;
+            while (last < layer.n_slots && expert_of[last] < 0) {
+                last++;
+            }
+            for (const lh::expert_tensor & tensor : layer.tensors) {
+                if (last > first && tensor.slots && tensor.kind != lh::slot_kind::device) {
+                    uint8_t * data = static_cast<uint8_t *>(tensor.slots->data);
+                    n_bytes +=
+                        lh::give_back_pages(data + first * tensor.slice_bytes, (last - first) * tensor.slice_bytes);
+                }
+            }
+            first = last;
+        }
+    }
+    return n_bytes;
+}
+
 bool lh_stream::acquire() {
+    const std::lock_guard<std::mutex> lock(ubatch_mutex);
     if (is_loaded) {
         return false;
     }
@@ -210,6 +252,7 @@ bool lh_stream::acquire() {
 }
 
 void lh_stream::release() {
+    const std::lock_guard<std::mutex> lock(ubatch_mutex);
     reset_tables();
     is_loaded = false;
 }
@@ -261,6 +304,8 @@ lh::tensor_place lh_stream::find(const std::string & name) {
 }
 
 void lh_stream::bind(ggml_tensor * slots) {
+    const std::lock_guard<std::mutex> lock(ubatch_mutex);
+    pool->check_paths(); // llama.cpp has opened them as well by now
     const auto [layer, index] = find(slots->name);
     if (!layer) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": unknown tensor");
@@ -291,14 +336,22 @@ void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
     counters_before = live->counters[phase];
     live->counters[phase].n_ubatches += is_dry ? 0 : 1;
     live->counters[phase].n_tokens += is_dry ? 0 : n_tokens;
+    if (!is_dry) {
+        const lh_status status = lh::guarded([&] { pool->check_unchanged(); });
+        if (status != LH_STATUS_OK) {
+            fail(status);
+        }
+    }
 }
 
 void lh_stream::fail(lh_status status) {
     has_failed = true;
     if (status == LH_STATUS_IO) {
-        const int code = lh_last_errno();
-        failure =
-            std::string("Experts could not be read: ") + (code ? std::strerror(code) : "the file ends too early") + ".";
+        const int    code   = lh_last_errno();
+        const char * reason = code == ESTALE ? "the model file has changed"
+                              : code         ? std::strerror(code)
+                                             : "the file ends too early";
+        failure             = std::string("Experts could not be read: ") + reason + ".";
     } else {
         failure = status == LH_STATUS_NO_MEMORY ? "Out of memory for reading experts." : "Experts could not be loaded.";
     }

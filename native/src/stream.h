@@ -113,6 +113,11 @@ struct lh_stream {
     // One model at a time: false when another one holds the stream.
     bool             acquire();
     void             release();
+    // Between them no ubatch runs.
+    void             pause() { ubatch_mutex.lock(); }
+    void             resume() { ubatch_mutex.unlock(); }
+    // Returns the bytes of the pages that free slots have given back; while paused.
+    int64_t          give_back();
     // A routed tensor by its name; no layer: there is none.
     lh::tensor_place find(const std::string & name);
 
