@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 
 from .closing import Closing
 from .errors import DecodeError, ModelError
-from .library import lib_dir, openmp_environment
+from .library import lib_dir, lib_path, openmp_environment
 
 os.environ.update(openmp_environment())
 os.environ["LLAMA_CPP_LIB_PATH"] = str(lib_dir())  # before the import: the bindings load from there
 
 import llama_cpp
+
+CPU_DEVICE = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
 
 logger = logging.getLogger(__name__)
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
@@ -35,6 +38,42 @@ def _log(level: int, text: bytes, user_data: Any) -> None:
 def route_log() -> None:
     """Send llama.cpp's log to this module's logger from now on."""
     llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Name something that computes, and its memory where it has some of its own."""
+
+    name: str
+    description: str
+    free_bytes: int  # 0 for a CPU, whose memory the system knows better
+    total_bytes: int
+
+
+def devices() -> list[Device]:
+    """Return what ggml can compute on; raises PatchError if its libraries are not built."""
+    base, registry = (ctypes.CDLL(str(lib_path(name))) for name in ("ggml-base", "ggml"))
+    registry.ggml_backend_dev_count.restype = ctypes.c_size_t
+    registry.ggml_backend_dev_get.restype = ctypes.c_void_p
+    registry.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for name in ("ggml_backend_dev_name", "ggml_backend_dev_description"):
+        getattr(base, name).restype = ctypes.c_char_p
+        getattr(base, name).argtypes = [ctypes.c_void_p]
+    size = ctypes.POINTER(ctypes.c_size_t)
+    base.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size, size]
+    base.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+    found = []
+    for index in range(registry.ggml_backend_dev_count()):
+        device = registry.ggml_backend_dev_get(index)
+        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        if base.ggml_backend_dev_type(device) != CPU_DEVICE:
+            base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        texts = [
+            getattr(base, name)(device).decode(errors="replace")
+            for name in ("ggml_backend_dev_name", "ggml_backend_dev_description")
+        ]
+        found.append(Device(texts[0], texts[1], free.value, total.value))
+    return found
 
 
 class Model(Closing):

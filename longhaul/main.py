@@ -1,6 +1,9 @@
 """The longhaul command: llama.cpp's other tools with routed experts streamed from disk."""
 
+import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import click
 
@@ -60,3 +63,72 @@ def quantize(args: tuple[str, ...], help_llama: bool) -> None:
     from .tool import run_command
 
     sys.exit(run_command("quantize", "longhaul quantize", None, args, help_llama=help_llama))
+
+
+@main.command("plan", cls=ToolCommand, context_settings=PASS_THROUGH)
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+@click.option("--n-layer", type=int, help="plan a model that is not there, by its shape: layers")
+@click.option("--n-expert", type=int, help="routed experts of a layer")
+@click.option("--n-expert-used", type=int, help="of which a token uses")
+@click.option("--n-embd", type=int, help="width of the model")
+@click.option("--n-ff-exp", type=int, help="width of an expert")
+@click.option("--n-head", type=int, default=32, show_default=True, help="attention heads")
+@click.option("--n-head-kv", type=int, default=8, show_default=True, help="of keys and values")
+@click.option("--head-size", type=int, default=128, show_default=True, help="width of a head")
+@click.option("--n-vocab", type=int, default=151936, show_default=True, help="words")
+@click.option("--n-layer-dense", type=int, default=0, help="leading layers without experts")
+@click.option("--n-ff", type=int, default=0, help="width of their feed-forward")
+@click.option("--n-ff-shared", type=int, default=0, help="width of a layer's shared experts")
+@click.option("--type", "type_name", default="Q4_0", show_default=True, help="type of weights")
+@streaming_tool("longhaul plan")
+def plan(
+    args: tuple[str, ...],
+    config: Config | None,
+    help_llama: bool,
+    as_json: bool,
+    type_name: str,
+    **shape: int | None,
+) -> None:
+    """Say whether a model fits, what it takes, and how quick it may be; load nothing.
+
+    \b
+    longhaul plan M.gguf --longhaul-cache 2 --ctx-size 8192
+    longhaul plan M-00001-of-00009.gguf --parallel 4     # the other shards need not be there
+    longhaul plan --n-layer 48 --n-expert 128 --n-expert-used 8 --n-embd 2048 --n-ff-exp 768
+
+    Takes the options of longhaul-cli, or with --parallel those of longhaul-server. Exit code 1: it
+    does not fit.
+    """
+    from .advise import plan_command
+
+    lines, fits = plan_command(args, config, shape, type_name, as_json=as_json)
+    click.echo("\n".join(lines))
+    sys.exit(0 if fits else 1)
+
+
+@main.command("doctor", cls=ToolCommand)
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@one_line_errors
+def doctor(model: Path | None, as_json: bool) -> None:
+    """Look at libraries, disk and memory, and say what is slow or broken and what to do about it.
+
+    \b
+    longhaul doctor
+    longhaul doctor M.gguf
+
+    Exit code 1: something is broken.
+    """
+    from .doctor import examine
+
+    findings = examine(model)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            colour = {"ok": "green", "slow": "yellow", "broken": "red"}[finding.state]
+            state = click.style(f"{finding.state:<6}", fg=colour, bold=True)
+            click.echo(f"{state}  {finding.subject:<10} {finding.found}")
+            if finding.advice:
+                click.echo(f"{'':<19}{finding.advice}")
+    sys.exit(1 if any(finding.state == "broken" for finding in findings) else 0)
