@@ -20,7 +20,7 @@ import numpy as np
 from .config import BLOCK_BYTES, Config
 from .forecast import Machine
 
-SECONDS = 1.0
+SECONDS = 0.5
 MEMORY_BYTES = 64 * 2**20  # read by each core at a time, more than its caches hold
 MAX_THREADS = 16
 
