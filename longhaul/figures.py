@@ -1,11 +1,10 @@
 """The figures of a run, for programs."""
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .files import write_text
 from .stats import Counters, Record, Stats
 
 FORMAT = 1  # grows when a key changes its meaning or goes
@@ -63,25 +62,6 @@ def figures_dict(run: RunFigures) -> dict[str, object]:
     return found
 
 
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def write_json(run: RunFigures, path: Path) -> None:
     """Write the figures; a file is whole or as it was. Raises OSError if it cannot be written."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # a device or a pipe stays what it is
-        path.write_text(json.dumps(figures_dict(run), indent=1) + "\n", encoding="utf-8")
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(figures_dict(run), file, indent=1)
-            file.write("\n")
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_text(path, json.dumps(figures_dict(run), indent=1) + "\n")

@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 import zipfile
 from collections import namedtuple
@@ -25,6 +27,7 @@ from longhaul.errors import ConfigError, ModelFormatError, ModelUnsupportedError
 Type = GGMLQuantizationType
 Floats = npt.NDArray[np.float32]
 
+ROOT = Path(demo.__file__).parents[1]
 N_EMBD, N_FF, N_BLOCKS = 64, 320, 10
 Usage = namedtuple("Usage", "total used free")
 
@@ -173,7 +176,7 @@ def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(
         f"demo.upcycle(Path({str(source)!r}), Path({str(target)!r}),"
         " progress=lambda _: os.kill(os.getpid(), signal.SIGKILL))"
     )
-    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(demo.__file__).parents[1])
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     assert not target.exists()
     part = target.parent / ".moe.gguf.part"
@@ -181,6 +184,52 @@ def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(
     demo.upcycle(source, target)
     assert not part.exists()
     assert len(GGUFReader(target).tensors) == len(GGUFReader(source).tensors) + 2
+
+
+UPCYCLES = """
+import sys
+from itertools import count
+from pathlib import Path
+from longhaul import demo
+
+print("begin", flush=True)
+for seed in count(1):
+    demo.upcycle(Path(sys.argv[1]), Path(sys.argv[2]), seed=seed % 2)
+"""
+
+
+def test_a_process_killed_at_any_time_leaves_a_whole_model_or_none(
+    source: Path, tmp_path: Path
+) -> None:
+    """Killed some 10 times in the first 100 ms of making two models in turn."""
+    whole = []
+    for seed in (0, 1):
+        demo.upcycle(source, tmp_path / "whole", seed=seed)
+        whole.append((tmp_path / "whole").read_bytes())
+    assert whole[0] != whole[1]
+    target, part = tmp_path / "out" / "moe.gguf", tmp_path / "out" / ".moe.gguf.part"
+    rng = random.Random(0)
+    n_interrupted = 0
+    for is_there in [False, True] * 5:
+        target.parent.mkdir(exist_ok=True)
+        target.unlink(missing_ok=True)
+        if is_there:
+            target.write_bytes(whole[0])
+        command = [sys.executable, "-c", UPCYCLES, str(source), str(target)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as maker:
+            assert maker.stdout is not None
+            assert maker.stdout.readline() == b"begin\n"
+            time.sleep(rng.uniform(0, 0.1))
+            maker.kill()
+        assert maker.returncode == -signal.SIGKILL
+        assert set(os.listdir(target.parent)) <= {target.name, part.name}
+        n_interrupted += part.exists()
+        if is_there or target.exists():
+            assert target.read_bytes() in whole
+    assert n_interrupted > 0
+    demo.upcycle(source, target, seed=0)
+    assert target.read_bytes() == whole[0]
+    assert os.listdir(target.parent) == [target.name]
 
 
 def test_default_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +386,7 @@ def test_more_experts_than_blocks_cannot_drop_one_each(source: Path, tmp_path: P
 def test_command_writes_the_variant_it_is_asked_for(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "moe.gguf"
     command = [sys.executable, "-m", "longhaul.demo", "--source", str(source), "--out", str(out)]
-    options = {"capture_output": True, "text": True, "cwd": Path(demo.__file__).parents[1]}
+    options = {"capture_output": True, "text": True, "cwd": ROOT}
     done = subprocess.run([*command, "--n-expert=6", "--n-expert-used=3"], **options)  # type: ignore[call-overload]
     assert (done.returncode, done.stdout) == (0, f"{out}\n")
     assert GGUFReader(out).fields["llama.expert_used_count"].contents() == 3

@@ -140,7 +140,9 @@ def test_a_header_with_any_damaged_byte_is_read_or_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("at", "what"), [(8, "the header"), (16, "key"), (24, "key")], ids=["tensors", "keys", "length"]
+    ("at", "what"),
+    [(8, "tensor '' has offset 0, not"), (16, "key"), (24, "key")],
+    ids=["tensors", "keys", "length"],
 )
 def test_absurd_counts_are_refused_at_once(tmp_path: Path, at: int, what: str) -> None:
     path = moe(tmp_path / "m.gguf")
@@ -148,6 +150,26 @@ def test_absurd_counts_are_refused_at_once(tmp_path: Path, at: int, what: str) -
     data[at : at + 8] = struct.pack("<Q", 2**63)
     path.write_bytes(data)
     assert what in refusal(path, ModelFormatError)
+
+
+@pytest.mark.parametrize(
+    ("at", "count", "what"),
+    [(8, 2**62, "tensor '' has offset 0, not"), (-8, 2**60, f"has {2**60} strings")],
+    ids=["tensors", "strings"],
+)
+def test_a_count_that_zeros_could_go_on_for_is_refused_at_once(
+    tmp_path: Path, at: int, count: int, what: str
+) -> None:
+    """As in a file that was never written to its end, but has its full size."""
+    path = tmp_path / "m.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 8, 0)
+    data = bytearray(head)
+    data[at % len(head) : at % len(head) + 8] = struct.pack("<Q", count)
+    path.write_bytes(data)
+    os.truncate(path, 2**36)
+    begin = time.perf_counter()
+    assert what in refusal(path, ModelFormatError)
+    assert time.perf_counter() - begin < 5
 
 
 def test_an_absurd_array_is_refused_at_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from gguf_files import (
 )
 
 from longhaul.errors import ModelError, ModelFormatError, ModelUnsupportedError
-from longhaul.index import read_index
+from longhaul.index import read_first_shard, read_index
 
 # --- what is found --------------------------------------------------------------------------------
 
@@ -132,6 +132,13 @@ def test_recurrent_layers_keep_state_instead_of_keys(tmp_path: Path) -> None:
     assert model.state_bytes == 4 * (3 * (64 + 2 * 2 * 16) + 16 * 64)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a\n b\r\n", "a b"), ([1] * 50, ""), (7, ""), ("x" * 5000, "")]
+)
+def test_a_name_is_one_line_of_text_or_none(tmp_path: Path, name: Value, expected: str) -> None:
+    assert read_index(moe(tmp_path / "m.gguf", general__name=name)).name == expected
+
+
 def test_dense_model_has_no_layers(tmp_path: Path) -> None:
     fields: dict[str, Value] = {"general.architecture": "llama", "llama.block_count": 1}
     model = read_index(write(tmp_path / "m.gguf", fields, DENSE))
@@ -217,6 +224,15 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         read_index(path)
 
 
+def test_a_first_shard_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
+    for key in ("general.architecture", "qwen3moe.block_count"):
+        fields = {**moe_fields(), "split.no": 0, "split.count": 2}
+        del fields[key]
+        write(tmp_path / "m.gguf", fields, [*DENSE, *experts(0), *experts(1)])
+        with pytest.raises(ModelFormatError, match=rf"key {key} is missing"):
+            read_first_shard(tmp_path / "m.gguf")
+
+
 # --- what is refused ---------------------------------------------------------------------------
 
 
@@ -234,6 +250,12 @@ def test_a_missing_key_of_a_moe_model_is_named(tmp_path: Path, key: str) -> None
     del fields[f"qwen3moe.{key}"]
     path = write(tmp_path / "m.gguf", fields, experts(0))
     assert f"key qwen3moe.{key} is missing" in refusal(path, ModelFormatError)
+
+
+def test_an_architecture_on_two_lines_is_refused_on_one(tmp_path: Path) -> None:
+    fields = moe_fields() | {"general.architecture": "qwen3\nmoe"}
+    path = write(tmp_path / "m.gguf", fields, experts(0))
+    assert r"general.architecture is 'qwen3\nmoe'" in refusal(path, ModelFormatError)
 
 
 def test_a_missing_architecture_is_named(tmp_path: Path) -> None:
@@ -259,12 +281,27 @@ def test_a_key_that_cannot_be_is_named(tmp_path: Path, key: str, value: Value, w
     assert what in refusal(path, ModelFormatError)
 
 
+@pytest.mark.parametrize("key", ["context_length", "attention.head_count_kv"])
+def test_a_number_that_no_count_can_have_is_refused(tmp_path: Path, key: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe")
+    writer.add_uint32("qwen3moe.block_count", 2)
+    if key == "context_length":
+        writer.add_uint64(f"qwen3moe.{key}", 2**32)
+    else:
+        writer.add_array(f"qwen3moe.{key}", [True, False])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert f"key qwen3moe.{key} is not" in refusal(tmp_path / "m.gguf", ModelFormatError)
+
+
 @pytest.mark.parametrize(
     ("tensors", "what"),
     [
         ([Raw("blk.0.ffn_up_exps.weight", (64, 32))], "has shape [64, 32]"),
         ([Raw("blk.0.ffn_up_exps.weight", (64, 32, 0))], "has shape [64, 32, 0]"),
         ([Raw("blk.0.ffn_up_exps.weight", (1, 1, 1, 1, 1))], "has 5 dimensions"),
+        ([Raw("blk.0.ffn_up_exps.weight", (1, 1, 1025))], "has 1025 experts; 1 to 1024"),
         ([Raw("blk.0.ffn_up_exps.weight", (48, 32, 8), Q4_0)], "has rows of 48"),
         ([experts(0)[0], experts(0, n_expert=4)[1]], "of layer 0 have [4, 8] experts"),
     ],
