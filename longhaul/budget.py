@@ -301,6 +301,7 @@ def compute_bytes(
     it says 396 (32,000 words, 2 experts of 14,336).
     """
     n_kv = n_ctx or model.n_ctx_train
+    n_ubatch = min(n_ubatch, n_kv or n_ubatch)
     n_used = max((layer.n_expert_used for layer in model.layers), default=0)
     feed_forward = max(3 * model.n_ff, n_used * (2 * model.n_embd + 3 * model.n_ff_exp))
     attention = 4 * model.n_head * (model.n_embd_head_k + model.n_embd_head_v)

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
@@ -65,20 +67,28 @@ def quantize(args: tuple[str, ...], help_llama: bool) -> None:
     sys.exit(run_command("quantize", "longhaul quantize", None, args, help_llama=help_llama))
 
 
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _shape_option(name: str, what: str, default: int | None = None) -> Callable[[F], F]:
+    shown = "none" if default is None else True
+    return click.option(name, type=int, default=default, show_default=shown, help=what)
+
+
 @main.command("plan", cls=ToolCommand, context_settings=PASS_THROUGH)
 @click.option("--json", "as_json", is_flag=True, help="print JSON")
-@click.option("--n-layer", type=int, help="plan a model that is not there, by its shape: layers")
-@click.option("--n-expert", type=int, help="routed experts of a layer")
-@click.option("--n-expert-used", type=int, help="of which a token uses")
-@click.option("--n-embd", type=int, help="width of the model")
-@click.option("--n-ff-exp", type=int, help="width of an expert")
-@click.option("--n-head", type=int, default=32, show_default=True, help="attention heads")
-@click.option("--n-head-kv", type=int, default=8, show_default=True, help="of keys and values")
-@click.option("--head-size", type=int, default=128, show_default=True, help="width of a head")
-@click.option("--n-vocab", type=int, default=151936, show_default=True, help="words")
-@click.option("--n-layer-dense", type=int, default=0, help="leading layers without experts")
-@click.option("--n-ff", type=int, default=0, help="width of their feed-forward")
-@click.option("--n-ff-shared", type=int, default=0, help="width of a layer's shared experts")
+@_shape_option("--n-layer", "layers of a model that is not there: it is planned by its shape")
+@_shape_option("--n-expert", "routed experts of a layer")
+@_shape_option("--n-expert-used", "of which a token uses")
+@_shape_option("--n-embd", "width of the model")
+@_shape_option("--n-ff-exp", "width of an expert")
+@_shape_option("--n-head", "attention heads", 32)
+@_shape_option("--n-head-kv", "of keys and values", 8)
+@_shape_option("--head-size", "width of a head", 128)
+@_shape_option("--n-vocab", "words", 151936)
+@_shape_option("--n-layer-dense", "leading layers without experts", 0)
+@_shape_option("--n-ff", "width of their feed-forward", 0)
+@_shape_option("--n-ff-shared", "width of a layer's shared experts", 0)
 @click.option("--type", "type_name", default="Q4_0", show_default=True, help="type of weights")
 @streaming_tool("longhaul plan")
 def plan(

@@ -5,10 +5,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from . import demo, live, native, report
+from . import demo, live, machine, native, report
 from .arguments import config_files, names_model, only_asks, read_arguments, spelled
 from .config import Config
 from .engine import Engine
@@ -83,6 +83,10 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             tell(line)
         stack.enter_context(watching(engine, plan, tell))
+        for path in _cached_all_the_same(model.shards, engine.pool.modes):
+            tell(
+                f"warning {path}: this file system takes uncached reads, but caches what they read"
+            )
         for path in config_files():
             tell(f"warning what {path} says is not in this plan")
         extra_args = [*NO_WARMUP, *plan.extra_args]
@@ -101,6 +105,16 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         # a server has told whoever asked, and has gone on since
         has_failed = engine.take_error() is not None and not server
         return 1 if has_failed else code
+
+
+def _cached_all_the_same(shards: Sequence[Path], modes: Sequence[str]) -> list[Path]:
+    """Return shards that are read past the page cache, by what the system said, and are not."""
+    found = []
+    for path, mode in zip(shards, modes, strict=False):
+        with suppress(OSError):  # it cannot be told
+            if mode == "direct" and not machine.leaves_page_cache_alone(path):
+                found.append(path)
+    return found
 
 
 @contextmanager

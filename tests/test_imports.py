@@ -60,7 +60,7 @@ OURS: dict[str, set[str]] = {
     "tool": VALUES
     | PURE
     | BOUNDARY
-    | {"engine", "arguments", "launch", "report", "demo", "figures", "live", "watch"}
+    | {"engine", "arguments", "launch", "report", "demo", "figures", "live", "machine", "watch"}
     | {"server_arguments"},
     "advise": VALUES
     | PURE

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import threading
@@ -162,6 +163,7 @@ def test_a_tool_is_called(chat_model: Path, tmp_path: Path) -> None:
         assert after.usage.completion_tokens > 0
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here: apt-get install curl")
 def test_the_curl_line_of_the_readme(server: Server) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (line,) = re.findall(r"^    (curl http://127.0.0.1:8080/.*)$", readme, re.MULTILINE)

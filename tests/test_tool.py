@@ -319,3 +319,14 @@ def test_peak_rss_is_that_of_the_program_and_not_of_what_started_it() -> None:
     before, after = map(int, done.stdout.split())
     assert 8 << 20 < before < n_bytes == len(block)
     assert 60 << 20 <= after - before <= 80 << 20
+
+
+def test_uncached_reads_that_are_cached_are_warned_about(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_uncached in (True, False):
+        monkeypatch.setattr(tool.machine, "leaves_page_cache_alone", lambda path: is_uncached)  # noqa: B023
+        run("-m", tiny, "-c", "64")
+        err = capsys.readouterr().err
+        warning = f"longhaul: warning {tiny}: this file system takes uncached reads, but caches"
+        assert (warning in err) == (not is_uncached)
