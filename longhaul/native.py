@@ -361,6 +361,20 @@ class Stream(_Handle):
             ffi.cast(f"int64_t (*)[{n_slots}]", table.last_use)[0],
         )
 
+    def n_uses(self, layer_index: int) -> Any:
+        """Return how many ubatches have used each slot (n_slots,), the native side's own memory."""
+        ffi = _ffi()
+        table = ffi.new("lh_slot_table *")
+        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        return ffi.cast(f"int64_t (*)[{self._shapes[layer_index].n_slots}]", table.n_uses)[0]
+
+    def record(self, file: int | None) -> None:
+        """Write what each layer of each ubatch needs to a file from now on; None: no longer.
+
+        Raises ReadError if something could not be written since the last call.
+        """
+        check(_lib().lh_stream_record(self.pointer, -1 if file is None else file))
+
     def load(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
         """Have all that is missing read into slots: (expert, slot) pairs. Only in on_plan."""
         items = _ffi().new("lh_load[]", loads)
@@ -450,6 +464,37 @@ def _counters(c: Any) -> Counters:
         disk_s=c.disk_us / 1e6,
         n_errors=c.n_errors,
     )
+
+
+PrepareFunction = Callable[[Path, str | None, int, int], None]
+
+
+@contextmanager
+def preparing(prepare: PrepareFunction) -> Iterator[None]:
+    """Have a tool tell before it loads a model: path, cache or None for whole, n_ctx, n_ubatch.
+
+    What the function raises of ours is why the tool cannot.
+    """
+    ffi, lib = _ffi(), _lib()
+    kept: list[Any] = []  # the text has to live on
+
+    def call(user_data: Any, path: Any, cache: Any, n_ctx: int, n_ubatch: int, error: Any) -> int:
+        try:
+            text = ffi.string(cache).decode() if cache else None
+            prepare(Path(os.fsdecode(ffi.string(path))), text, n_ctx, n_ubatch)
+        except LonghaulError as e:
+            kept[:] = [ffi.new("char[]", str(e).encode())]
+            error[0] = kept[0]
+            return int(lib.LH_STATUS_CALLBACK)
+        return OK
+
+    signature = "lh_status(void *, const char *, const char *, uint32_t, uint32_t, const char **)"
+    callback = ffi.callback(signature, call, error=int(lib.LH_STATUS_CALLBACK))
+    lib.lh_set_prepare(callback, ffi.NULL)
+    try:
+        yield
+    finally:
+        lib.lh_set_prepare(ffi.NULL, ffi.NULL)
 
 
 def run_tool(name: str, program: str, args: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,21 +93,48 @@ def streaming_options(command: F) -> F:
         if not longhaul:
             _refuse_ours_without_streaming()
         else:
-            if longhaul_policy not in POLICIES:
-                known = ", ".join(sorted(POLICIES))
-                raise ConfigError(f"--longhaul-policy {longhaul_policy!r} is none of: {known}")
-            config = Config(
+            config = replace(
+                _shared_config(longhaul_io_threads, longhaul_policy, longhaul_ubatch),
                 cache_bytes=parse_cache(longhaul_cache),
-                n_io_threads=_whole_number("--longhaul-io-threads", longhaul_io_threads),
-                policy=longhaul_policy,
-                ubatch=longhaul_ubatch,
                 json_path=longhaul_json,
             )
         return command(*args, config=config, **kwargs)
 
-    for option in reversed(_STREAMING):
-        wrapper = option(wrapper)
-    return wrapper  # type: ignore[return-value]
+    return _with(_STREAMING, wrapper)  # type: ignore[return-value]
+
+
+def shared_options(command: F) -> F:
+    """Add those of our options that every way of streaming has; they arrive as one Config."""
+
+    @functools.wraps(command)
+    def wrapper(
+        *args: object,
+        longhaul_io_threads: str,
+        longhaul_policy: str,
+        longhaul_ubatch: str,
+        **kwargs: object,
+    ) -> object:
+        config = _shared_config(longhaul_io_threads, longhaul_policy, longhaul_ubatch)
+        return command(*args, config=config, **kwargs)
+
+    return _with(_SHARED, wrapper)  # type: ignore[return-value]
+
+
+def _with(options: "_Options", command: Callable[..., object]) -> Callable[..., object]:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _shared_config(n_io_threads: str, policy: str, ubatch: str) -> Config:
+    if policy not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigError(f"--longhaul-policy {policy!r} is none of: {known}")
+    return Config(
+        n_io_threads=_whole_number("--longhaul-io-threads", n_io_threads),
+        policy=policy,
+        ubatch=ubatch,
+    )
 
 
 def _refuse_ours_without_streaming() -> None:
@@ -143,23 +171,9 @@ def streaming_tool(name: str) -> Callable[[F], F]:
     return add
 
 
-_STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
-    click.option(
-        "--longhaul/--no-longhaul",
-        default=True,
-        show_default=True,
-        help="stream routed experts, or load the whole model as llama.cpp does",
-    ),
-    click.option(
-        "--longhaul-cache",
-        envvar="LONGHAUL_CACHE",
-        show_envvar=True,
-        metavar="SIZE",
-        default="auto",
-        show_default=True,
-        help="memory for routed experts in GiB, or with a unit such as 512MiB;"
-        " auto takes what is left",
-    ),
+_Options = list[Callable[[Callable[..., object]], Callable[..., object]]]
+
+_SHARED: _Options = [
     click.option(
         "--longhaul-io-threads",
         envvar="LONGHAUL_IO_THREADS",
@@ -188,6 +202,25 @@ _STREAMING: list[Callable[[Callable[..., object]], Callable[..., object]]] = [
         help="what a ubatch does that selects more experts than there are slots: auto and keep"
         " compute it in stages, shrink makes it smaller",
     ),
+]
+_STREAMING: _Options = [
+    click.option(
+        "--longhaul/--no-longhaul",
+        default=True,
+        show_default=True,
+        help="stream routed experts, or load the whole model as llama.cpp does",
+    ),
+    click.option(
+        "--longhaul-cache",
+        envvar="LONGHAUL_CACHE",
+        show_envvar=True,
+        metavar="SIZE",
+        default="auto",
+        show_default=True,
+        help="memory for routed experts in GiB, or with a unit such as 512MiB;"
+        " auto takes what is left",
+    ),
+    *_SHARED,
     click.option(
         "--longhaul-json",
         envvar="LONGHAUL_JSON",

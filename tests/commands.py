@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from cgroups import Cgroup
-
+from longhaul.cgroups import Cgroup
 from longhaul.index import read_index
 
 TIMEOUT_S = 60
@@ -22,6 +21,7 @@ CHAT = ("-n", "12", "--temp", "0", "--seed", "1", "--ignore-eos", "--simple-io")
 _MODULES = {
     "longhaul-cli": "longhaul.cli",
     "longhaul-server": "longhaul.server",
+    "longhaul-bench": "longhaul.bench",
     "longhaul": "longhaul.main",
 }
 _TURN = re.compile(r"(?:^|\n)> (.*?)\n\n\[ Prompt: ", re.DOTALL)

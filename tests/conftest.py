@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from arch_models import widen, write_arch_models
-from cgroups import Cgroup, make_cgroup
 from chat_models import write_chat_model
 from models import write_tiny_moe
 
 from longhaul import demo
+from longhaul.cgroups import Cgroup, make_cgroup
 from longhaul.errors import LonghaulError, PatchError
 from longhaul.library import lib_dir
 

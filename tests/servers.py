@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cgroups import Cgroup
 from commands import SMALL, TIMEOUT_S, Running
+
+from longhaul.cgroups import Cgroup
 
 ANSWER = {"temperature": 0.0, "seed": 1, "ignore_eos": True}
 LONG_CONTEXT = ("--override-kv", "llama.context_length=int:65536", "--ctx-size", "65536")

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cgroups import Cgroup
 
 from longhaul.budget import GIB, MIB, MemoryLimit, memory_limit
+from longhaul.cgroups import Cgroup
 from longhaul.errors import ConfigError
 
 V1_NO_LIMIT = 9223372036854771712

@@ -6,7 +6,7 @@ import click
 import pytest
 
 import longhaul
-from longhaul import cli, main, server
+from longhaul import bench, cli, main, server
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -14,6 +14,9 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 def all_commands() -> Iterator[tuple[str, click.Command]]:
     yield "longhaul-cli", cli.main
     yield "longhaul-server", server.main
+    yield "longhaul-bench", bench.bench
+    yield "longhaul-bench sweep", bench.sweep
+    yield "longhaul-bench compare", bench.compare
     yield "longhaul", main.main
     for name, command in main.main.commands.items():
         yield f"longhaul {name}", command

@@ -31,6 +31,7 @@ OURS: dict[str, set[str]] = {
     "library": ERRORS,
     "closing": set(),
     "files": set(),
+    "cgroups": set(),
     # 2, pure policy: each may import those before it
     "policy": VALUES,
     "residency": VALUES | {"policy"},
@@ -70,9 +71,14 @@ OURS: dict[str, set[str]] = {
     | PURE
     | BOUNDARY
     | {"advise", "arguments", "demo", "launch", "library", "machine"},
+    "bench_run": VALUES
+    | PURE
+    | BOUNDARY
+    | {"advise", "arguments", "cgroups", "demo", "engine", "launch", "plots", "tool"},
     # 5: never one another
     "cli": VALUES | PURE | BOUNDARY | {"engine", "options", "tool"},
     "server": VALUES | {"options", "tool", "server_arguments"},
+    "bench": {"config", "options", "bench_run"},
     "main": VALUES | PURE | BOUNDARY | {"engine", "options", "tool", "advise", "doctor"},
     "__init__": {"errors", "config"},
 }
@@ -86,11 +92,14 @@ THIRD: dict[str, set[str]] = {
     "machine": {"numpy"},
     "demo": {"gguf", "numpy"},
     **{name: {"click"} for name in ("options", "cli", "main", "server")},
+    **{name: {"click"} for name in ("bench", "bench_run")},
 }
 
 ONLY_IN_BODIES = {
     "cli": {"tool"},
     "main": {"tool", "advise", "doctor"},
+    "bench": {"bench_run"},
+    "bench_run": {"plots"},  # which only a plot needs
     "doctor": {"llama"},  # so that what is wrong with the libraries is a finding
     "server": {"tool", "server_arguments"},
 }  # so that --help needs no libraries

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from cgroups import Cgroup
 from commands import run
 from models import write_tiny_moe
 from servers import SIZES, serve
 
 from longhaul.budget import MIB, least_budget_bytes
+from longhaul.cgroups import Cgroup
 from longhaul.index import read_index
 
 ALLOWED_BYTES = 64 * MIB

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cgroups import Cgroup
 from servers import Server, serve
 
 from longhaul import watch
 from longhaul.arguments import read_arguments
 from longhaul.budget import GIB, MIB, MemoryLimit, slots_bytes
+from longhaul.cgroups import Cgroup
 from longhaul.config import Config
 from longhaul.errors import ConfigError
 from longhaul.index import read_index

@@ -104,6 +104,7 @@ typedef struct lh_slot_table {
     int32_t * slot_of;   // [n_expert]  slot that holds the expert, -1: none
     int32_t * expert_of; // [n_slots]   expert in the slot, -1: free
     int64_t * last_use;  // [n_slots]   stamp of the last ubatch that used the slot, larger is later
+    int64_t * n_uses;    // [n_slots]   ubatches that have used the slot
 } lh_slot_table;
 
 typedef enum lh_phase {
@@ -153,7 +154,7 @@ typedef struct lh_reply {
 enum { LH_N_RECORDS = 4096, LH_N_REPLIES = 64 };
 
 // What can be watched while a stream works: lh_live_bytes of memory, all zero at first, that other processes may map as well.
-// The slot tables follow: for each layer slot_of, expert_of and last_use, each of them at a multiple of 8 bytes.
+// The slot tables follow: for each layer slot_of, expert_of, last_use and n_uses, each of them at a multiple of 8 bytes.
 typedef struct lh_live {
     int64_t     slot_bytes;            // of the slot tensors of the model that was loaded last
     int64_t     repacked_bytes;        // of those, in the CPU's repacked layout
@@ -236,6 +237,26 @@ LH_API void lh_stream_resume(lh_stream * stream);
 // Give the memory of free slots back to the system; it is taken again when something is read into them. Only while paused, from
 // the thread that paused. *n_bytes: what was given back, whole pages; nothing on devices, or where the memory is locked.
 LH_API lh_status lh_stream_give_back(lh_stream * stream, int64_t * n_bytes);
+
+// Write a record of each layer of each ubatch to a file from now on, behind what it holds: lh_trace_record and what follows it.
+// -1: no longer, and what is left is written. Fails with LH_STATUS_IO if something could not be written since the last call; nothing
+// was recorded from there on. Not while a ubatch runs.
+typedef struct lh_trace_record {
+    uint32_t ubatch;      // from 0, in the order of evaluation
+    uint16_t layer_index; // in lh_stream_params.shapes
+    uint8_t  phase;       // lh_phase
+    uint8_t  flags;       // bit 1: hits follow
+    uint32_t
+        n_tokens; // uint16_t ids[n_tokens * n_expert_used]; then a bit for each, the lowest first: it was in a slot
+} lh_trace_record;
+LH_API lh_status lh_stream_record(lh_stream * stream, int32_t file);
+
+// A tool is about to load a model: with so much memory for its experts, or whole if cache is NULL. Anything but LH_STATUS_OK: it
+// cannot be, and *error, which has to live until the next call, says why.
+typedef lh_status (*lh_prepare_fn)(void * user_data, const char * path_model, const char * cache, uint32_t n_ctx,
+                                   uint32_t n_ubatch, const char ** error);
+// Who is told; NULL: nobody.
+LH_API void lh_set_prepare(lh_prepare_fn on_prepare, void * user_data);
 
 // Phase of the running ubatch; LH_N_PHASES outside of one.
 LH_API lh_phase lh_stream_phase(const lh_stream * stream);

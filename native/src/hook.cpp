@@ -1,7 +1,9 @@
 // Streams as llama.cpp sees them: the hook of include/llama-stream-hook.h, and the C API of streams.
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <unordered_map>
 
 #include "ggml.h"
@@ -204,6 +206,33 @@ static void hook_note(void * handle, const llama_stream_reply * reply) {
     live->n_replies++;
 }
 
+static lh_prepare_fn on_prepare        = nullptr;
+static void *        prepare_user_data = nullptr;
+
+static bool hook_prepare(void *, const char * path_model, const char * cache, uint32_t n_ctx, uint32_t n_ubatch,
+                         const char ** error) {
+    *error = "nothing is there to stream it";
+    if (!on_prepare) {
+        return cache == nullptr;
+    }
+    return on_prepare(prepare_user_data, path_model, cache, n_ctx, n_ubatch, error) == LH_STATUS_OK;
+}
+
+// By the kernel's figure, which it can be told to forget.
+static int64_t hook_peak_rss(void *, bool reset) {
+    int64_t n_bytes = 0;
+    if (reset) {
+        std::ofstream("/proc/self/clear_refs") << "5";
+    }
+    std::ifstream status("/proc/self/status");
+    for (std::string line; std::getline(status, line);) {
+        if (line.rfind("VmHWM:", 0) == 0) {
+            n_bytes = std::strtoll(line.c_str() + 6, nullptr, 10) * 1024;
+        }
+    }
+    return n_bytes;
+}
+
 static void hook_cancel(void *) {
     is_cancelled = true;
 }
@@ -227,6 +256,8 @@ static const llama_stream_hook hook = {
     /* error     */ hook_error,
     /* note      */ hook_note,
     /* cancel    */ hook_cancel,
+    /* prepare   */ hook_prepare,
+    /* peak_rss  */ hook_peak_rss,
 };
 
 } // namespace lh
@@ -299,6 +330,16 @@ lh_status lh_stream_set_active(lh_stream * stream, bool active) {
 
 lh_status lh_stream_slot_table(lh_stream * stream, int32_t layer_index, lh_slot_table * table) {
     return lh::guarded([&] { *table = stream->layer_at(layer_index).table; });
+}
+
+lh_status lh_stream_record(lh_stream * stream, int32_t file) {
+    return lh::guarded([&] { stream->trace.set_file(file); });
+}
+
+void lh_set_prepare(lh_prepare_fn on_prepare, void * user_data) {
+    lh::on_prepare        = on_prepare;
+    lh::prepare_user_data = user_data;
+    llama_stream_set_hook(&lh::hook);
 }
 
 void lh_stream_pause(lh_stream * stream) {

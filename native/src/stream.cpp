@@ -129,14 +129,15 @@ static void repack_rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, 
 
 static int64_t table_bytes(const lh_layer_shape & shape) {
     return round_up(shape.n_expert * sizeof(int32_t), 8) + round_up(shape.n_slots * sizeof(int32_t), 8) +
-           shape.n_slots * sizeof(int64_t);
+           2 * shape.n_slots * sizeof(int64_t);
 }
 
 static lh_slot_table table_at(uint8_t * memory, const lh_layer_shape & shape) {
     uint8_t * expert_of = memory + round_up(shape.n_expert * sizeof(int32_t), 8);
     uint8_t * last_use  = expert_of + round_up(shape.n_slots * sizeof(int32_t), 8);
+    uint8_t * n_uses    = last_use + shape.n_slots * sizeof(int64_t);
     return { reinterpret_cast<int32_t *>(memory), reinterpret_cast<int32_t *>(expert_of),
-             reinterpret_cast<int64_t *>(last_use) };
+             reinterpret_cast<int64_t *>(last_use), reinterpret_cast<int64_t *>(n_uses) };
 }
 
 int64_t live_bytes(const lh_layer_shape * shapes, int32_t n_layers) {
@@ -201,6 +202,7 @@ void lh_stream::empty_tables() {
         std::fill_n(layer.table.slot_of, layer.n_expert, -1);
         std::fill_n(layer.table.expert_of, layer.n_slots, -1);
         std::fill_n(layer.table.last_use, layer.n_slots, 0);
+        std::fill_n(layer.table.n_uses, layer.n_slots, 0);
     }
 }
 
@@ -367,8 +369,13 @@ llama_stream_totals lh_stream::totals() const {
         totals.n_errors += counters.n_errors;
         totals.read_bytes += counters.read_bytes;
         totals.wait_us += counters.wait_us;
+        totals.compute_us += counters.compute_us;
+        totals.disk_us += counters.disk_us;
     }
+    totals.n_slots_least = layers.front().n_slots;
     for (const lh::stream_layer & layer : layers) {
+        totals.n_slots_least = std::min(totals.n_slots_least, layer.n_slots);
+        totals.n_slots_most  = std::max(totals.n_slots_most, layer.n_slots);
         const int64_t n_resident =
             layer.n_slots - std::count(layer.table.expert_of, layer.table.expert_of + layer.n_slots, -1);
         for (const lh::expert_tensor & tensor : layer.tensors) {
@@ -423,6 +430,7 @@ bool lh_stream::end() {
     live->counters[phase].n_errors += ok ? 0 : 1;
     if (!is_dry) {
         record();
+        trace.end_ubatch();
     }
     phase = LH_N_PHASES;
     ubatch_mutex.unlock();

@@ -37,6 +37,8 @@ struct expert_tensor {
     slot_kind     kind  = slot_kind::host;
 };
 
+struct stream_layer;
+
 // Where and when an expert is computed in the running ubatch.
 struct placement {
     int32_t stage = -1;
@@ -67,7 +69,23 @@ struct stage_plan {
     std::vector<std::deque<stage_reads>> reads;       // [n_tensors][n_stages], with loads only
 };
 
-struct stream_layer;
+// Writes what layers need to a file: see lh_trace_record.
+class trace_writer {
+  public:
+    // Throws if something could not be written since the last call.
+    void set_file(int file);
+    bool is_open() const { return file >= 0 && code == 0; }
+    void add(const stream_layer & layer, const ggml_tensor * ids, int32_t phase);
+    void end_ubatch();
+
+  private:
+    void flush();
+
+    int                  file     = -1;
+    int                  code     = 0; // errno of the first write that failed
+    uint32_t             n_ubatch = 0;
+    std::vector<uint8_t> buffer;
+};
 
 // A routed tensor: which one of its layer.
 struct tensor_place {
@@ -160,6 +178,8 @@ struct lh_stream {
 
     bool has_device_slots = false;
     bool is_loaded        = false;
+
+    lh::trace_writer trace;
 
   private:
     void empty_tables();

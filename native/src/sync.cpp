@@ -75,6 +75,7 @@ void lh_stream::stamp(lh::stream_layer & layer) {
         const int32_t slot = layer.table.slot_of[expert];
         if (slot >= 0) {
             layer.table.last_use[slot] = ++clock;
+            layer.table.n_uses[slot]++;
         }
     }
 }
@@ -161,6 +162,9 @@ void lh_stream::sync(const lh::sync_point & point, ggml_tensor * dst, const ggml
 void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
     settle_ahead(layer);
     collect(layer, ids);
+    if (trace.is_open()) {
+        trace.add(layer, ids, phase);
+    }
     layer.plan.n_stages = n_stages_for(layer, ids->ne[0] * ids->ne[1]);
     if (!layer.missing.empty()) {
         crew.hold();

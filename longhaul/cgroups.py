@@ -1,4 +1,4 @@
-"""Memory cgroups, version 1 or 2: a limit, and the kernel's own figures."""
+"""Memory cgroups of our own, version 1 or 2, for runs that are to be limited."""
 
 import time
 import uuid
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cgroup:
     """A memory cgroup. Page cache counts."""
 
