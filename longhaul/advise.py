@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from . import machine as machines
@@ -15,21 +16,34 @@ from .budget import (
     MemoryLimit,
     RunSizes,
     gib_up,
+    memory_limit,
     memory_limits,
     plan_memory,
     slots_bytes,
 )
 from .config import Config
-from .errors import BudgetError, ConfigError, ModelFormatError
+from .errors import BudgetError, ConfigError, MissingShardError
 from .experts import MoeModel
 from .forecast import Forecast, Machine, forecast
 from .gguf_header import bytes_per_weight
 from .index import read_first_shard, read_index
-from .launch import RunPlan, plan_run, tool_sizes
+from .launch import RunPlan, plan_run, settle_sizes, tool_sizes
 from .server_arguments import read_server_arguments
 from .shape import Shape, model_of
 
 SLOW_TOKENS_PER_S = 1.0
+NEEDED = ("n_layer", "n_expert", "n_expert_used", "n_embd", "n_ff_exp")  # to know a shape
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Hold what a machine can do, or why that is not known."""
+
+    machine: Machine | None = None
+    why_not: str = ""
+
+
+NOT_MEASURED = Measured()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +55,12 @@ class Advice:
     memory: BudgetPlan
     plan: RunPlan | None  # None: there is none
     refusal: str  # why there is none
-    machine: Machine | None  # None: not measured
-    not_measured: str  # why not
+    measured: "Measured"
+
+    @property
+    def machine(self) -> Machine | None:
+        """What the machine can do, None where it was not measured."""
+        return self.measured.machine
 
     @property
     def forecast(self) -> Forecast | None:
@@ -100,7 +118,8 @@ class Advice:
         model, plan = self.model, self.plan
         lines = [report.model_line(model)]
         for limit in self.limits:
-            counts = " <- counts" if limit == self.memory.limit and len(self.limits) > 1 else ""
+            is_it = limit.source == self.memory.limit.source and len(self.limits) > 1
+            counts = " <- counts" if is_it else ""
             lines.append(
                 f"limit   {_mib(limit.available_bytes)} of {_mib(limit.bytes)} available:"
                 f" {limit.source}{counts}"
@@ -138,7 +157,8 @@ class Advice:
 
     def _forecast_lines(self) -> list[str]:
         if self.machine is None:
-            return [f"speed   not estimated: {self.not_measured}"] if self.not_measured else []
+            why_not = self.measured.why_not
+            return [f"speed   not estimated: {why_not}"] if why_not else []
         lines = [
             f"machine reads {self.machine.disk_bytes_per_s / MIB:.0f} MiB/s uncached from the disk,"
             f" {self.machine.memory_bytes_per_s / GIB:.1f} GiB/s from memory, as measured now"
@@ -197,36 +217,28 @@ def advise(
     model: MoeModel,
     sizes: RunSizes,
     config: Config,
-    limits: Sequence[MemoryLimit],
-    machine: Machine | None,
-    not_measured: str = "",
+    measured: Measured = NOT_MEASURED,
     *,
     may_cut_context: bool = False,
     may_cut_checkpoints: bool = False,
 ) -> Advice:
-    """Plan a run as it would be planned, and say what comes of it even if it cannot be."""
-    plan, refusal = None, ""
+    """Plan a run as it would be planned, and say what comes of it even if it cannot be.
+
+    Raises ConfigError if the system does not say how much memory there is.
+    """
+    limits = tuple(memory_limits())
+    may_cut = {"may_cut_context": may_cut_context, "may_cut_checkpoints": may_cut_checkpoints}
     try:
-        plan = plan_run(
-            model,
-            sizes,
-            config,
-            may_cut_context=may_cut_context,
-            may_cut_checkpoints=may_cut_checkpoints,
-        )
-        memory = plan.memory
+        plan = plan_run(model, sizes, config, **may_cut)
     except BudgetError as e:
-        refusal = str(e)
-        limit = min(limits, key=lambda limit: limit.available_bytes)
-        memory = plan_memory(model, limit, sizes)
-    return Advice(model, tuple(limits), memory, plan, refusal, machine, not_measured)
+        limit = memory_limit()
+        settled = settle_sizes(model, sizes, config, limit, **may_cut)
+        return Advice(model, limits, plan_memory(model, limit, settled), None, str(e), measured)
+    return Advice(model, limits, plan.memory, plan, "", measured)
 
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:>10.1f} MiB"
-
-
-NEEDED = ("n_layer", "n_expert", "n_expert_used", "n_embd", "n_ff_exp")
 
 
 def plan_command(
@@ -246,16 +258,7 @@ def plan_command(
         raise ConfigError("--no-longhaul cannot be planned: nothing is streamed then")
     args = with_model_option(args)
     arguments = read_arguments(args)
-    if any(shape[name] is not None for name in NEEDED):
-        if arguments.model is not None:
-            raise ConfigError("give a model, or the shape of one, not both")
-        model = _shaped(shape, type_name)
-        machine, not_measured = None, "no file to measure the disk by"
-    elif arguments.model is None:
-        raise ConfigError("give a model, or the shape of one by --n-layer, --n-expert and so on")
-    else:
-        model = _described(arguments.model)
-        machine, not_measured = _measured(arguments.model)
+    model, measured = _model_to_plan(arguments.model, shape, type_name)
     if not model.is_moe:
         name = model.name or model.path.name
         if as_json:
@@ -267,9 +270,7 @@ def plan_command(
         model,
         tool_sizes(tool, arguments, model, server),
         config,
-        memory_limits(),
-        machine,
-        not_measured,
+        measured,
         may_cut_context=arguments.n_ctx is None and not server.n_ctx_per_sequence,
         may_cut_checkpoints=arguments.n_checkpoints is None,
     )
@@ -279,13 +280,27 @@ def plan_command(
 
 def with_model_option(args: Sequence[str]) -> list[str]:
     """Put --model before a model that stands alone: the first word, or one that follows none."""
-    before = ""
-    for index, word in enumerate(args):
-        if not word.startswith("-") and not before.startswith("-"):
-            if index == 0 or word.endswith(".gguf"):
-                return [*args[:index], "--model", *args[index:]]
-        before = word
-    return list(args)
+    words = list(args)
+    if words and not words[0].startswith("-"):
+        if len(words) > 1 and not words[1].startswith("-"):
+            raise ConfigError(f"one model at a time: {words[0]}, and not {words[1]} as well")
+        return ["--model", *words]
+    for index, (before, word) in enumerate(pairwise(words), 1):
+        if word.endswith(".gguf") and not before.startswith("-"):
+            return [*words[:index], "--model", *words[index:]]
+    return words
+
+
+def _model_to_plan(
+    path: Path | None, shape: Mapping[str, int | None], type_name: str
+) -> tuple[MoeModel, Measured]:
+    if any(value is not None for value in shape.values()):
+        if path is not None:
+            raise ConfigError("give a model, or the shape of one, not both")
+        return _shaped(shape, type_name), Measured(None, "no file to measure the disk by")
+    if path is None:
+        raise ConfigError("give a model, or the shape of one by --n-layer, --n-expert and so on")
+    return _described(path), _measured(path)
 
 
 def _shaped(shape: Mapping[str, int | None], type_name: str) -> MoeModel:
@@ -299,14 +314,12 @@ def _shaped(shape: Mapping[str, int | None], type_name: str) -> MoeModel:
 def _described(path: Path) -> MoeModel:
     try:
         return read_index(path)
-    except ModelFormatError as e:
-        if "is missing, shard" not in str(e):
-            raise
+    except MissingShardError:
         return read_first_shard(path)
 
 
-def _measured(path: Path) -> tuple[Machine | None, str]:
+def _measured(path: Path) -> Measured:
     try:
-        return machines.measure(path), ""
+        return Measured(machines.measure(path))
     except OSError as e:
-        return None, f"the disk cannot be read past the page cache ({e.strerror})"
+        return Measured(None, f"the disk cannot be read past the page cache ({e.strerror})")

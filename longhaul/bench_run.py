@@ -15,7 +15,7 @@ import click
 from . import demo, native
 from .advise import advise
 from .arguments import option, spelled
-from .budget import MIB, RunSizes, least_budget_bytes, memory_limits
+from .budget import MIB, RunSizes, least_budget_bytes
 from .cgroups import Cgroup, make_cgroup
 from .config import Config, parse_cache
 from .engine import Engine
@@ -201,11 +201,10 @@ def run_sweep(args: Sequence[str], steps: int, png: Path | None, *, as_json: boo
     if option(words, ("-p", "--n-prompt"), {}) is None:
         words += ["--n-prompt", "0"]
     budgets = sweep_budgets(model, steps)
-    limits = memory_limits()
     fitting = [
         budget
         for budget in budgets
-        if advise(model, _sizes(words), Config(cache_bytes=budget), limits, None).fits
+        if advise(model, _sizes(words), Config(cache_bytes=budget)).fits
     ]
     if not fitting:
         raise ConfigError("not even the least cache fits in the memory that is available")

@@ -36,7 +36,7 @@ def examine(model: Path | None = None) -> list[Finding]:
     """Look at everything; at the disk where the model is, else where the demo model is."""
     findings = [libraries(), bindings(), *backends(), *memory(), *address_space(), *pressure()]
     path = model or demo.default_path()
-    if model is not None or path.exists():
+    if path.is_file():
         findings += disk(path)
     else:
         findings.append(Finding("disk", "ok", "not measured: give a model"))
@@ -155,7 +155,10 @@ def disk(path: Path) -> Iterator[Finding]:
             " may do better",
         )
         return
-    if passes_by:
+    if passes_by is None:
+        found = f"{path}: whether reads pass by the page cache cannot be told of this file"
+        yield Finding("reads", "ok", found)
+    elif passes_by:
         yield Finding("reads", "ok", f"{path}: reads pass by the page cache")
     else:
         yield Finding(
@@ -191,13 +194,11 @@ def model_fits(path: Path) -> Finding:
             model,
             tool_sizes("cli", arguments, model),
             Config(),
-            memory_limits(),
-            None,
             may_cut_context=True,
             may_cut_checkpoints=True,
         )
     except LonghaulError as e:
-        return Finding("model", "broken", str(e), "get the model again")
+        return Finding("model", "broken", str(e), "give a model that can be read")
     state = "broken" if not advice.fits else "slow" if advice.slow_because else "ok"
     more = f"longhaul plan {path} says more" if state != "ok" else ""
     return Finding("model", state, advice.verdict, more)

@@ -5,6 +5,7 @@ LonghaulError                         base; a command prints one line, exit code
 │   └── BudgetError                   budget below the least the model can run with
 ├── ModelError                        about the GGUF
 │   ├── ModelFormatError (ValueError) missing key or tensor, truncated file, shards that disagree
+│   │   └── MissingShardError         one of several files is not there
 │   └── ModelUnsupportedError         a layout that is not mapped
 ├── PatchError (RuntimeError)         libraries not built, or of another version
 ├── NativeError (RuntimeError)        any other native status
@@ -32,6 +33,10 @@ class ModelError(LonghaulError):
 
 class ModelFormatError(ModelError, ValueError):
     """The file is not a whole, well-formed GGUF; the message names file and key."""
+
+
+class MissingShardError(ModelFormatError):
+    """One of a model's files is not there; the message says which."""
 
 
 class ModelUnsupportedError(ModelError):

@@ -6,6 +6,9 @@ Knows no file format and no policy.
 from dataclasses import dataclass
 from pathlib import Path
 
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExpertKey:

@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .errors import ModelError, ModelFormatError, ModelUnsupportedError
-from .experts import ExpertTensor, MoeLayer, MoeModel
+from .errors import MissingShardError, ModelError, ModelFormatError, ModelUnsupportedError
+from .experts import MAX_EXPERTS, MAX_LAYERS, ExpertTensor, MoeLayer, MoeModel
 from .gguf_header import GgufArray, GgufHeader, GgufTensor, quoted, read_header
-
-MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
-MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
 
 _ROUTED = re.compile(r"blk\.([0-9]{1,4})\.ffn_(gate|up|down|gate_up)_exps\.weight")
 _LEGACY = re.compile(r"blk\.[0-9]{1,4}\.ffn_(gate|up|down)\.[0-9]+\.weight")
@@ -115,7 +112,7 @@ def _split_suffix(number: int, n_shards: int) -> str:
 def _read_later_shard(first: GgufHeader, prefix: str, no: int, n_shards: int) -> GgufHeader:
     path = Path(prefix + _split_suffix(no + 1, n_shards))
     if not path.exists():
-        raise ModelFormatError(
+        raise MissingShardError(
             f"{quoted(path)} is missing, shard {no + 1} of {n_shards};"
             f" put it beside {quoted(first.path)}"
         )

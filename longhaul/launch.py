@@ -140,19 +140,24 @@ def plan_run(
     A context that nobody asked for may be cut so that its KV cache leaves room, and so may the
     number of kept states. Raises BudgetError if the budget, or what is left for one, is too small.
     """
-    least = token_slots if config.ubatch == "shrink" else one_slot
-    sizes = replace(sizes, read_buffer_bytes=config.read_buffer_bytes, least=least)
     limit = _limit(config)
-    n_ctx_cut = cut_context(model, sizes, limit) if may_cut_context and limit else 0
-    sizes = replace(sizes, n_ctx=n_ctx_cut or sizes.n_ctx)
-    n_checkpoints_cut = cut_checkpoints(model, sizes, limit) if may_cut_checkpoints and limit else 0
-    sizes = replace(sizes, n_checkpoints=n_checkpoints_cut or sizes.n_checkpoints)
+    asked = sizes
+    sizes = settle_sizes(
+        model,
+        sizes,
+        config,
+        limit,
+        may_cut_context=may_cut_context,
+        may_cut_checkpoints=may_cut_checkpoints,
+    )
+    n_ctx_cut = sizes.n_ctx if sizes.n_ctx != asked.n_ctx else 0
+    n_checkpoints_cut = sizes.n_checkpoints if sizes.n_checkpoints != asked.n_checkpoints else 0
     known = limit or MemoryLimit(0, 0, "unknown")
     if config.cache_bytes is None:
         budget_bytes = auto_budget(model, known, sizes).budget_bytes
     else:
         budget_bytes = config.cache_bytes
-    n_slots = plan_slots(model.layers, budget_bytes, least)
+    n_slots = plan_slots(model.layers, budget_bytes, sizes.least)
     n_ubatch, n_stages = sizes.n_ubatch, 1
     if config.ubatch == "shrink":
         n_ubatch = effective_ubatch(model.layers, n_slots, n_ubatch)
@@ -172,6 +177,26 @@ def plan_run(
         memory=plan_memory(model, known, replace(sizes, n_ubatch=n_ubatch)),
         limit_known=limit is not None,
     )
+
+
+def settle_sizes(
+    model: MoeModel,
+    sizes: RunSizes,
+    config: Config,
+    limit: MemoryLimit | None,
+    *,
+    may_cut_context: bool = False,
+    may_cut_checkpoints: bool = False,
+) -> RunSizes:
+    """Return the sizes that a run is planned with: what was asked for, or cut where it may be."""
+    least = token_slots if config.ubatch == "shrink" else one_slot
+    sizes = replace(sizes, read_buffer_bytes=config.read_buffer_bytes, least=least)
+    if may_cut_context and limit:
+        sizes = replace(sizes, n_ctx=cut_context(model, sizes, limit) or sizes.n_ctx)
+    if may_cut_checkpoints and limit:
+        n_checkpoints = cut_checkpoints(model, sizes, limit) or sizes.n_checkpoints
+        sizes = replace(sizes, n_checkpoints=n_checkpoints)
+    return sizes
 
 
 def most_stages(layers: Sequence[MoeLayer], n_slots: Sequence[int], n_ubatch: int) -> int:

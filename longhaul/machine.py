@@ -23,6 +23,7 @@ from .forecast import Machine
 SECONDS = 0.5
 MEMORY_BYTES = 64 * 2**20  # read by each core at a time, more than its caches hold
 MAX_THREADS = 16
+FOLIO_BYTES = 2 * 2**20  # the largest piece that the page cache keeps or drops as one
 
 
 def measure(path: Path, seconds: float = SECONDS) -> Machine:
@@ -98,27 +99,32 @@ def cached_bytes(path: Path, offset: int, size: int) -> int:
     return sum(page & 1 for page in found) * mmap.PAGESIZE
 
 
-def leaves_page_cache_alone(path: Path) -> bool:
+def leaves_page_cache_alone(path: Path) -> bool | None:
     """Read a block past the page cache and say whether it is not in there afterwards.
 
-    Some file systems take O_DIRECT and go through the page cache all the same. Raises OSError if
-    the file system refuses such reads, or if this cannot be told.
+    Some file systems take O_DIRECT and go through the page cache all the same. None: it cannot be
+    told, as of a file of somebody else, which the system says is cached in full. Raises OSError if
+    the file system refuses such reads.
     """
-    offset = (path.stat().st_size // 2) // mmap.PAGESIZE * mmap.PAGESIZE
+    window = path.stat().st_size // 2 // FOLIO_BYTES * FOLIO_BYTES
+    offset = window + min(FOLIO_BYTES, (path.stat().st_size - window) // 2) // 2
+    offset = offset // mmap.PAGESIZE * mmap.PAGESIZE
     size = min(16 * mmap.PAGESIZE, path.stat().st_size - offset)
     before = cached_bytes(path, offset, size)
     if before and hasattr(os, "posix_fadvise"):
         with path.open("rb") as whole:
             os.fsync(whole.fileno())  # what is not written yet cannot leave
-            os.posix_fadvise(whole.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(whole.fileno(), window, 2 * FOLIO_BYTES, os.POSIX_FADV_DONTNEED)
         before = cached_bytes(path, offset, size)
+    if before:
+        return None
     file = open_uncached(path)
     try:
         with mmap.mmap(-1, -(-size // BLOCK_BYTES) * BLOCK_BYTES) as buffer:
             os.preadv(file, [buffer], offset)
     finally:
         os.close(file)
-    return cached_bytes(path, offset, size) <= before
+    return cached_bytes(path, offset, size) == 0
 
 
 def _reader(file: int, chunk_bytes: int, n_places: int) -> Callable[[], int]:

@@ -4,10 +4,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ConfigError
-from .experts import ExpertTensor, MoeLayer, MoeModel
+from .experts import MAX_EXPERTS, MAX_LAYERS, ExpertTensor, MoeLayer, MoeModel
 
 NOWHERE = Path("a model that is not there")
 DEFAULT_TRAINED_CONTEXT = 32768
+MAX_WIDTH = 2**20
+_RANGES = {
+    "n_layer": (1, MAX_LAYERS),
+    "n_expert": (1, MAX_EXPERTS),
+    "n_expert_used": (1, MAX_EXPERTS),
+    "n_embd": (1, MAX_WIDTH),
+    "n_ff_exp": (1, MAX_WIDTH),
+    "n_head": (1, MAX_WIDTH),
+    "n_head_kv": (1, MAX_WIDTH),
+    "head_size": (1, MAX_WIDTH),
+    "n_vocab": (1, 2**24),
+    "n_ff": (0, MAX_WIDTH),
+    "n_ff_shared": (0, MAX_WIDTH),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +37,19 @@ class Shape:
     n_embd: int
     n_ff_exp: int
     bytes_per_weight: float
-    n_head: int
-    n_head_kv: int
-    head_size: int
-    n_vocab: int
+    n_head: int = 32
+    n_head_kv: int = 8
+    head_size: int = 128
+    n_vocab: int = 151_936
     n_layer_dense: int = 0  # leading layers without routed experts
     n_ff: int = 0  # of those
     n_ff_shared: int = 0  # of the shared experts of a layer, together
     n_ctx_train: int = DEFAULT_TRAINED_CONTEXT
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_expert", "n_expert_used", "n_embd", "n_ff_exp", "n_head"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name, (least, most) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is {least} to {most}")
         if self.n_expert_used > self.n_expert:
             raise ConfigError(f"{self.n_expert_used} of {self.n_expert} experts cannot be used")
         if not 0 <= self.n_layer_dense < self.n_layer:

@@ -16,7 +16,7 @@ from .figures import RunFigures, write_json
 from .index import read_index
 from .launch import CHATS, RunPlan, plan_run, tool_sizes
 from .server_arguments import ServerArguments, read_server_arguments
-from .watch import watching
+from .watch import ignore_signals, watching
 
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
 NO_PAST_PROMPTS = ["--cache-ram", "0"]  # by default 8 GiB, which nobody would have planned
@@ -26,6 +26,7 @@ def run_command(
     tool: str, program: str, config: Config | None, args: Sequence[str], *, help_llama: bool
 ) -> int:
     """Run a tool as a command does: for its help, whole (`config` is None), or streaming."""
+    ignore_signals()
     if config is not None and not help_llama and not only_asks(args):
         return run(tool, program, config, args)
     native.require_libraries()
@@ -112,7 +113,7 @@ def _cached_all_the_same(shards: Sequence[Path], modes: Sequence[str]) -> list[P
     found = []
     for path, mode in zip(shards, modes, strict=False):
         with suppress(OSError):  # it cannot be told
-            if mode == "direct" and not machine.leaves_page_cache_alone(path):
+            if mode == "direct" and machine.leaves_page_cache_alone(path) is False:
                 found.append(path)
     return found
 

@@ -73,12 +73,14 @@ class Watcher:
         self._wanted_bytes = self._most_bytes  # by whoever sends signals
         self._memory_bytes = self._most_bytes  # by what is available
         self.budget_bytes = self._most_bytes
+        self._gives_back = True
+        self._is_blind = False  # the system did not say how much is available
 
     @property
     def timeout_s(self) -> float | None:
         """How long to wait for a signal."""
         is_limited = self.budget_bytes < self._most_bytes
-        return TICK_S if self._is_automatic or is_limited else None
+        return TICK_S if self._gives_back and (self._is_automatic or is_limited) else None
 
     def step(self, signals: Sequence[int]) -> None:
         """Do what signals ask and what memory demands."""
@@ -87,6 +89,8 @@ class Watcher:
                 self._wanted_bytes = max(self.budget_bytes // 2, self._least_bytes)
             elif number == TAKE_AGAIN:
                 self._wanted_bytes = self._most_bytes
+        if not self._gives_back:
+            return
         reason = "as the signal asked"
         if self._is_automatic:
             reason = self._look_at_memory(reason)
@@ -94,18 +98,31 @@ class Watcher:
         self.budget_bytes = min(self._wanted_bytes, self._memory_bytes)
         limits = slot_limits(self._layers, self._engine.n_slots, self.budget_bytes)
         if self.budget_bytes < self._most_bytes or before_bytes < self._most_bytes:
-            self._engine.set_limits(limits)
+            n_bytes = self._engine.set_limits(limits)
+            if n_bytes == 0 and limits != self._engine.n_slots:
+                self._give_up()
+                return
         if self.budget_bytes != before_bytes:
             used_bytes = slots_bytes(self._layers, limits)
             whole = size_text(self._most_bytes)
             self._tell(f"cache   {size_text(used_bytes)} of {whole} in use, {reason}")
 
+    def _give_up(self) -> None:
+        """Use all slots again, since the system does not take any: locked, or on a device."""
+        self._gives_back = False
+        self.budget_bytes = self._most_bytes
+        self._engine.set_limits(self._engine.n_slots)
+        self._tell("warning no memory of slots can be given back: it is locked, or on a device")
+
     def _look_at_memory(self, reason: str) -> str:
         try:
             limit = memory_limit()
         except ConfigError as error:
-            self._is_automatic = False
-            return str(error)
+            if not self._is_blind:
+                self._tell(f"warning {error}; it stays as it is")
+            self._is_blind = True
+            return reason
+        self._is_blind = False
         before_bytes = self._memory_bytes
         self._memory_bytes = next_budget(
             limit, self._floor_bytes, before_bytes, self._least_bytes, self._most_bytes
@@ -145,10 +162,21 @@ def watching(engine: Engine, plan: RunPlan, tell: Callable[[str], None]) -> Iter
         os.close(hears)
 
 
+def ignore_signals() -> None:
+    """Have signals that come before a model streams, or after, do no harm."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (GIVE_BACK, TAKE_AGAIN):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
+
+
 def _watch(watcher: Watcher, hears: int) -> None:
     while True:
         ready, _, _ = select.select([hears], [], [], watcher.timeout_s)
         signals = os.read(hears, 64) if ready else b""
         if _STOP in signals:
             return
-        watcher.step(signals)
+        try:
+            watcher.step(signals)
+        except OSError:  # nobody hears what is told any longer
+            continue

@@ -12,21 +12,19 @@ from models import split_gguf, write_tiny_moe
 from test_launch import MODEL, SIZES, SetLimit, free  # noqa: F401
 
 from longhaul import advise as subject
-from longhaul.advise import Advice, advise, with_model_option
-from longhaul.budget import GIB, MIB, MemoryLimit
+from longhaul.advise import Advice, Measured, advise, with_model_option
+from longhaul.budget import GIB, MIB, MemoryLimit, gib_up
 from longhaul.config import Config
 from longhaul.errors import ModelError, ModelUnsupportedError
 from longhaul.forecast import Machine
 from longhaul.index import read_first_shard, read_index
 
 QUICK = Machine(disk_bytes_per_s=2000 * MIB, memory_bytes_per_s=20 * GIB)
-ROOM = [MemoryLimit(8 * GIB, 8 * GIB, "the test")]
 
 
-def advice(
-    cache_bytes: int | None, machine: Machine | None = QUICK, limits: Sequence[MemoryLimit] = ROOM
-) -> Advice:
-    return advise(MODEL, SIZES, Config(cache_bytes=cache_bytes), limits, machine, "not now")
+def advice(cache_bytes: int | None, machine: Machine | None = QUICK) -> Advice:
+    measured = Measured(machine, "" if machine else "not now")
+    return advise(MODEL, SIZES, Config(cache_bytes=cache_bytes), measured)
 
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -65,7 +63,7 @@ def test_an_automatic_budget_that_leaves_nothing_does_not_fit(
     free: SetLimit,  # noqa: F811
 ) -> None:
     free(300)
-    found = advice(None, limits=[MemoryLimit(300 * MIB, 300 * MIB, "the test")])
+    found = advice(None)
     assert not found.fits
     assert "GiB of memory are missing" in found.verdict
     assert any(line.startswith("takes   dense weights") for line in found.lines())
@@ -83,12 +81,17 @@ def test_a_slow_disk_is_slow(free: SetLimit) -> None:  # noqa: F811
     assert found.verdict.startswith("fits, but slow: a token may have to read ")
 
 
-def test_every_limit_and_term_is_shown(free: SetLimit) -> None:  # noqa: F811
-    other = MemoryLimit(9 * GIB, 9 * GIB, "/sys/fs/cgroup/memory.max")
-    lines = advice(20 * MIB, limits=[other, *ROOM]).lines()
+def test_every_limit_and_term_is_shown(
+    free: SetLimit,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = [MemoryLimit(9 * GIB, n, name) for n, name in ((9 * GIB, "RAM"), (5, "the test"))]
+    monkeypatch.setattr(subject, "memory_limits", lambda: others)
+    lines = advice(20 * MIB).lines()
     limits = [line for line in lines if line.startswith("limit")]
     assert len(limits) == 2
-    assert limits[0].endswith("available: /sys/fs/cgroup/memory.max")
+    assert limits[0].endswith("available: RAM")
+    assert limits[1].endswith("available: the test <- counts")
     takes = [line.split("  ")[1].strip() for line in lines if line.startswith("takes")]
     assert takes == [
         "slots",
@@ -119,6 +122,18 @@ def test_json_has_the_same(free: SetLimit) -> None:  # noqa: F811
     assert data["tokens_per_s"][0] < data["tokens_per_s"][1]
     refused = advice(MIB).as_json()
     assert (refused["fits"], refused["budget_bytes"], refused["layers"]) == (False, None, [])
+
+
+def test_what_does_not_fit_is_told_as_it_would_be_planned(
+    free: SetLimit,  # noqa: F811
+) -> None:
+    free(300)
+    shrunk = Config(cache_bytes=MIB, ubatch="shrink")
+    found = advise(MODEL, SIZES, shrunk, may_cut_context=True)
+    assert found.plan is None
+    assert f"give {gib_up(found.memory.least_bytes)} GiB or more" in found.refusal
+    assert found.memory.least_bytes == 8 * MIB  # a token at a time
+    assert found.memory.read_buffer_bytes == shrunk.read_buffer_bytes > 0
 
 
 # --- the first shard alone ------------------------------------------------------------------------
@@ -171,6 +186,7 @@ def test_a_shard_without_a_whole_layer_is_not(tmp_path: Path) -> None:
         (["-c", "5", "m.gguf"], ["-c", "5", "--model", "m.gguf"]),
         (["-m", "m.gguf", "-c", "5"], ["-m", "m.gguf", "-c", "5"]),
         (["--mmproj", "x.gguf", "m.gguf"], ["--mmproj", "x.gguf", "--model", "m.gguf"]),
+        (["-c", "5"], ["-c", "5"]),
         ([], []),
     ],
 )
@@ -213,6 +229,7 @@ def test_a_shape_is_planned_without_a_file() -> None:
 
 
 Cases = Sequence[tuple[list[str], int, str]]
+HUGE = "--n-layer 100000000 --n-expert 8 --n-expert-used 1 --n-embd 8 --n-ff-exp 8"
 BAD: Cases = [
     (["--longhaul-cache", "0", "M"], 2, "is 0 bytes"),
     (["--longhaul-cache", "-1", "M"], 2, "is not a size"),
@@ -220,6 +237,9 @@ BAD: Cases = [
     ([], 2, "give a model, or the shape of one"),
     (["--n-layer", "4"], 2, "needs --n-expert"),
     (["M", "--n-layer", "4"], 2, "not both"),
+    (["M", "--n-head", "4"], 2, "not both"),
+    (["M", "N", "-c", "64"], 2, "one model at a time"),
+    (HUGE.split(), 2, "n_layer is 100000000; it is 1 to 512"),
     (["--n-layer", "four"], 2, "--n-layer"),
     (["none.gguf"], 1, "no such file"),
     (["M", "--no-longhaul"], 2, "cannot be planned"),

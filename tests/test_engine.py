@@ -588,9 +588,7 @@ def test_file_that_is_replaced_before_it_is_loaded_is_refused(tmp_path: Path) ->
             llama.Model(path)
 
 
-def test_file_that_is_written_to_is_noticed_even_if_nothing_is_missing(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_file_that_is_written_to_is_noticed_even_if_nothing_is_missing(tmp_path: Path) -> None:
     path = write_tiny_moe(tmp_path / "m.gguf")
     with open_engine(read_index(path), 8) as engine:
         with llama.Model(path) as loaded, llama.Context(loaded) as context:
@@ -648,3 +646,95 @@ def test_a_limit_gives_memory_back_until_it_is_needed(tmp_path: Path) -> None:
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * mmap.PAGESIZE
+
+
+def test_limits_may_change_while_a_model_is_loaded_computed_and_freed(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_embd=256, n_ff=512, types=F32_EXPERTS)
+    tokens = evaluated_tokens(128, 24)
+    with llama.Model(path) as loaded, llama.Context(loaded) as context:
+        wanted = context.decode(tokens)
+    is_over = threading.Event()
+    n_changes = 0
+
+    def change(engine: Engine) -> None:
+        nonlocal n_changes
+        while not is_over.is_set():
+            engine.set_limits([[6, 2, 4][(n_changes + i) % 3] for i in range(3)])
+            n_changes += 1
+
+    with open_engine(read_index(path), 6) as engine:
+        thread = threading.Thread(target=change, args=(engine,))
+        thread.start()
+        try:
+            for _ in range(20):
+                with llama.Model(path) as loaded, llama.Context(loaded, n_ubatch=8) as context:
+                    context.decode(tokens)
+                    context.remove_from(0)
+                    context.decode(tokens[:1])
+                with llama.Model(path) as loaded, llama.Context(loaded) as context:
+                    assert largest_difference(context.decode(tokens), wanted) == 0.0
+        finally:
+            is_over.set()
+            thread.join()
+    assert n_changes > 20
+
+
+def test_who_changes_limits_waits_for_one_ubatch_only(tiny: Path) -> None:
+    with open_engine(read_index(tiny), 6) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded, n_ubatch=2) as context:
+            tokens = evaluated_tokens(128, 400)
+            waited: list[int] = []
+            is_over = threading.Event()
+
+            def change() -> None:
+                while not is_over.is_set():
+                    before = engine.stats().prefill.n_ubatches
+                    engine.set_limits([4, 4, 4])
+                    waited.append(engine.stats().prefill.n_ubatches - before)
+
+            thread = threading.Thread(target=change)
+            thread.start()
+            context.decode(tokens)
+            is_over.set()
+            thread.join()
+    assert len(waited) > 10
+    assert max(waited) <= 3  # one that runs, and what passes before and after it is counted
+
+
+def test_file_that_changes_in_the_last_ubatch_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf")
+    complete = Engine._on_complete
+
+    def touch(engine: Engine, layer_index: int, is_read: bool) -> None:
+        os.utime(path, ns=(1, 1))  # after the last read
+        complete(engine, layer_index, is_read)
+
+    monkeypatch.setattr(Engine, "_on_complete", touch)
+    with open_engine(read_index(path), 8) as engine:
+        with llama.Model(path) as loaded, llama.Context(loaded) as context:
+            with pytest.raises(DecodeError):
+                context.decode([1, 2, 3, 4])
+            with pytest.raises(ReadError, match="has changed since it was opened"):
+                engine.raise_kept()
+
+
+def test_a_mapped_file_that_is_cut_short_ends_the_process_with_a_reason(tmp_path: Path) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf", n_vocab=60_000)
+    code = (
+        "import os, sys, mmap\n"
+        "from longhaul.engine import Engine\n"
+        "from longhaul.config import Config\n"
+        "from longhaul.index import read_index\n"
+        "from pathlib import Path\n"
+        "path = Path(sys.argv[1])\n"
+        "with Engine(read_index(path), [4] * 3, Config()):\n"
+        "    with path.open('rb') as file:\n"
+        "        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)\n"
+        "    os.truncate(path, 4096)\n"
+        "    print(view[-1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "longhaul: error: a mapped file was cut short" in done.stderr

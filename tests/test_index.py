@@ -18,7 +18,7 @@ from gguf_files import (
     write,
 )
 
-from longhaul.errors import ModelError, ModelFormatError, ModelUnsupportedError
+from longhaul.errors import MissingShardError, ModelError, ModelFormatError, ModelUnsupportedError
 from longhaul.index import read_first_shard, read_index
 
 # --- what is found --------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_a_split_into_one_keeps_its_name(tmp_path: Path) -> None:
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     path = split(tmp_path, [DENSE, experts(0), experts(1)])
     shard_path(tmp_path, 2, 3).unlink()
-    message = refusal(path, ModelFormatError)
+    message = refusal(path, MissingShardError)
     assert "m-00002-of-00003.gguf' is missing, shard 2 of 3" in message
 
 

@@ -44,7 +44,15 @@ def test_reads_that_fill_the_page_cache_are_found_out(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "open_uncached", lambda path: os.open(path, os.O_RDONLY))
-    assert not machine.leaves_page_cache_alone(file)
+    assert machine.leaves_page_cache_alone(file) is False
+
+
+@ON_LINUX
+def test_a_file_of_somebody_else_cannot_be_told_of(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cached_bytes", lambda path, offset, size: size)  # as for those
+    assert machine.leaves_page_cache_alone(file) is None
 
 
 def test_a_disk_that_refuses_is_not_measured(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,9 @@ def test_dense_and_shared_parts_count_as_resident() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"n_layer": 0}, "n_layer is 0"),
+        ({"n_layer": 0}, "n_layer is 0; it is 1 to 512"),
+        ({"n_head_kv": -1}, "n_head_kv is -1"),
+        ({"n_expert": 1025}, "n_expert is 1025; it is 1 to 1024"),
         ({"n_expert_used": 9}, "9 of 8 experts"),
         ({"n_layer_dense": 3}, "3 of 3 layers"),
         ({"n_layer_dense": 1}, "need n_ff"),

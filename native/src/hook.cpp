@@ -1,5 +1,8 @@
 // Streams as llama.cpp sees them: the hook of include/llama-stream-hook.h, and the C API of streams.
 
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -206,6 +209,24 @@ static void hook_note(void * handle, const llama_stream_reply * reply) {
     live->n_replies++;
 }
 
+// A mapped file that is cut short kills whoever reads what is missing. Nobody can go on from there, but it can be said.
+static void on_sigbus(int) {
+    static const char text[] =
+        "longhaul: error: a mapped file was cut short, or its disk failed; --load-mode none copies what is mapped\n";
+    if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) {
+        _exit(1);
+    }
+    _exit(1);
+}
+
+static void explain_sigbus() {
+    struct sigaction now = {};
+    if (sigaction(SIGBUS, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+        now.sa_handler = on_sigbus;
+        sigaction(SIGBUS, &now, nullptr);
+    }
+}
+
 static lh_prepare_fn on_prepare        = nullptr;
 static void *        prepare_user_data = nullptr;
 
@@ -324,6 +345,7 @@ lh_status lh_stream_set_active(lh_stream * stream, bool active) {
         if (active) {
             streams.push_back(stream);
             llama_stream_set_hook(&lh::hook);
+            lh::explain_sigbus();
         }
     });
 }

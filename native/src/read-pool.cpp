@@ -76,7 +76,10 @@ static bool is_same(const lh_file_stamp & a, const lh_file_stamp & b) {
 }
 
 static void check_stamp(const read_file & file, int status_code, const struct stat & status) {
-    if (status_code != 0 || !is_same(stamp_of(status), file.stamp)) {
+    if (status_code != 0) {
+        throw error(LH_STATUS_IO, file.path + " cannot be looked at: " + std::strerror(status_code), status_code);
+    }
+    if (!is_same(stamp_of(status), file.stamp)) {
         throw error(LH_STATUS_IO, file.path + " has changed since it was opened; start again with a file that stays",
                     ESTALE);
     }
@@ -85,7 +88,7 @@ static void check_stamp(const read_file & file, int status_code, const struct st
 // Looks at the open file. After a read this says that what was read is what was there when the file was opened.
 static void check_unchanged(const read_file & file) {
     struct stat status = {};
-    const int   code   = fstat(file.fd, &status);
+    const int   code   = fstat(file.fd, &status) == 0 ? 0 : errno;
     check_stamp(file, code, status);
 }
 
@@ -172,10 +175,12 @@ static lh_file_mode probe_uncached(read_file & file) {
 #if defined(F_NOCACHE)
     return fcntl(file.fd, F_NOCACHE, 1) == 0 ? LH_FILE_MODE_NOCACHE : LH_FILE_MODE_CACHED;
 #elif defined(O_DIRECT)
-    const int fd = open(file.path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
-    if (fd >= 0) {
-        uint8_t * buffer = allocate_buffer(block_bytes);
-        ssize_t   n      = -1;
+    uint8_t * buffer = allocate_buffer(block_bytes);
+    const int fd     = open(file.path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+    if (fd < 0) {
+        std::free(buffer);
+    } else {
+        ssize_t n = -1;
         do {
             n = pread(fd, buffer, block_bytes, 0);
         } while (n < 0 && errno == EINTR);
@@ -291,7 +296,7 @@ void lh_read_pool::check_unchanged() const {
 void lh_read_pool::check_paths() const {
     for (const lh::read_file & file : files) {
         struct stat status = {};
-        const int   code   = stat(file.path.c_str(), &status);
+        const int   code   = stat(file.path.c_str(), &status) == 0 ? 0 : errno;
         lh::check_stamp(file, code, status);
     }
 }

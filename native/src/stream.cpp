@@ -219,6 +219,12 @@ void lh_stream::reset_tables() {
     on_reset(user_data);
 }
 
+void lh_stream::pause() {
+    n_pausing++;
+    ubatch_mutex.lock();
+    n_pausing--;
+}
+
 int64_t lh_stream::give_back() {
     int64_t n_bytes = 0;
     for (const lh::stream_layer & layer : layers) {
@@ -327,6 +333,9 @@ void lh_stream::bind(ggml_tensor * slots) {
 }
 
 void lh_stream::begin(int32_t n_tokens, bool is_prefill, bool is_dry_run) {
+    while (n_pausing > 0) { // the mutex alone would let this thread go first again and again
+        std::this_thread::yield();
+    }
     ubatch_mutex.lock();
     crew.reset();
     has_failed = false;
@@ -422,6 +431,12 @@ bool lh_stream::end() {
             if (status != LH_STATUS_OK && !has_failed) {
                 fail(status);
             }
+        }
+    }
+    if (!is_dry && !has_failed) { // weights may be mapped, so that nobody else looks
+        const lh_status status = lh::guarded([&] { pool->check_unchanged(); });
+        if (status != LH_STATUS_OK) {
+            fail(status);
         }
     }
     const bool ok = !has_failed;

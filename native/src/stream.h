@@ -132,7 +132,7 @@ struct lh_stream {
     bool             acquire();
     void             release();
     // Between them no ubatch runs.
-    void             pause() { ubatch_mutex.lock(); }
+    void             pause();
     void             resume() { ubatch_mutex.unlock(); }
     // Returns the bytes of the pages that free slots have given back; while paused.
     int64_t          give_back();
@@ -213,13 +213,14 @@ struct lh_stream {
     lh_failure_fn  on_failure;
     void *         user_data;
 
-    lh::crew    crew;
-    std::mutex  ubatch_mutex;        // contexts of one model compute one after the other: they share the slots
-    int64_t     clock           = 0;
-    int64_t     n_collected     = 0; // stamp of seen
-    int64_t     ubatch_start_us = 0;
-    int64_t     busy_start_us   = 0;
-    lh_counters counters_before = {}; // of the running ubatch
+    lh::crew             crew;
+    std::mutex           ubatch_mutex; // contexts of one model compute one after the other: they share the slots
+    std::atomic<int32_t> n_pausing       = { 0 }; // which go before the next ubatch
+    int64_t              clock           = 0;
+    int64_t              n_collected     = 0;     // stamp of seen
+    int64_t              ubatch_start_us = 0;
+    int64_t              busy_start_us   = 0;
+    lh_counters          counters_before = {}; // of the running ubatch
 };
 
 namespace lh {
