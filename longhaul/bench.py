@@ -1,6 +1,7 @@
 """The longhaul-bench command: llama.cpp's llama-bench with routed experts streamed from disk."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -28,11 +29,26 @@ SUBCOMMANDS = ("sweep", "compare")
     show_default=True,
     help="memory for routed experts, one or several sizes: each is a row of the table",
 )
+@click.option(
+    "--longhaul-trace",
+    envvar="LONGHAUL_TRACE",
+    show_envvar=True,
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    show_default="none",
+    help="record which experts each layer asks for; of the second load in FILE.2, and so on",
+)
 @ARGS
 @one_line_errors
 @shared_options
 @help_llama_option("longhaul-bench")
-def bench(args: tuple[str, ...], config: Config, help_llama: bool, longhaul_cache: str) -> None:
+def bench(
+    args: tuple[str, ...],
+    config: Config,
+    help_llama: bool,
+    longhaul_cache: str,
+    longhaul_trace: Path | None,
+) -> None:
     """Measure how quick a model is whose experts do not fit in memory, as llama-bench does.
 
     \b
@@ -48,6 +64,7 @@ def bench(args: tuple[str, ...], config: Config, help_llama: bool, longhaul_cach
     """
     from .bench_run import run_bench  # here, so that --help works before anything is built
 
+    config = replace(config, trace_path=longhaul_trace)
     sys.exit(run_bench(args, config, longhaul_cache, help_llama=help_llama))
 
 

@@ -40,6 +40,7 @@ class Preparer:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._engine: Engine | None = None
+        self._n_loads = 0
         self.has_failed = False
 
     def prepare(self, path: Path, cache: str | None, n_ctx: int, n_ubatch: int) -> None:
@@ -53,11 +54,19 @@ class Preparer:
         model = read_index(path)
         if not model.is_moe:
             raise ModelUnsupportedError(f"{path} has no routed experts")
-        config = replace(self._config, cache_bytes=parse_cache(cache))
+        config = replace(self._config, cache_bytes=parse_cache(cache), trace_path=self._trace())
         plan = plan_run(model, RunSizes(n_ctx, n_ubatch, 0), config)
         for line in plan.lines():
             say(line)
         self._engine = Engine(model, plan.n_slots, config, on_error=self._note)
+
+    def _trace(self) -> Path | None:
+        """Return where to record: the file that was named, then that with .2, .3, ... behind it."""
+        path = self._config.trace_path
+        self._n_loads += 1
+        if path is None or self._n_loads == 1:
+            return path
+        return path.with_name(f"{path.name}.{self._n_loads}")
 
     def _note(self, error: BaseException) -> None:
         self.has_failed = True

@@ -30,6 +30,9 @@ class Config:
     ubatch: str = "auto"  # one of UBATCH_MODES
     chunk_bytes: int = 512 * 1024  # one read: reaches a disk's full rate with 4 in flight
     json_path: Path | None = None  # where the figures of the run are written when it ends
+    plan_path: Path | None = None  # slots of each layer, as longhaul trace plan proposes them
+    warm_path: Path | None = None  # what was used most before: read at the start, kept at the end
+    trace_path: Path | None = None  # where the routing of the run is recorded
     page_port: int | None = None  # where the server's page listens; None: nowhere
 
     def __post_init__(self) -> None:

@@ -23,17 +23,20 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from .budget import slots_bytes, ubatch_limit
 from .closing import Closing
 from .config import Config
 from .errors import ConfigError, NativeError, ReadError
 from .experts import MoeLayer, MoeModel
+from .files import replacing
 from .native import LayerShape, ReadPool, Stream, StreamFunctions
 from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
 from .stats import Record, Stats
+from .trace import TraceHeader, TraceLayer, header_bytes
 
 NO_UBATCH_LIMIT = 2**31 - 1
 SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
@@ -91,9 +94,14 @@ class Engine(Closing):
             files = [self._open(index, config.uncached) for index in range(len(model.shards))]
             self._stream = undo.enter_context(self._open_stream(files))
             self._residencies = [
-                Residency(*self._stream.slot_table(i), POLICIES[config.policy])
+                Residency(
+                    *self._stream.slot_table(i), POLICIES[config.policy], self._stream.n_uses(i)
+                )
                 for i in range(len(self.n_slots))
             ]
+            self._recording = undo.enter_context(ExitStack())
+            if config.trace_path is not None:
+                self._record(config.trace_path, config.policy)
             self._stream.set_active(True)
             undo.pop_all()
         self._has_switching = True
@@ -107,6 +115,39 @@ class Engine(Closing):
                 errno.ESTALE, f"{path} has changed since its header was read; start again"
             )
         return file
+
+    def _record(self, path: Path, policy: str) -> None:
+        """Record the routing from now on, into a file that is there once the engine is closed."""
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no file to write a trace to")
+        try:
+            part = self._recording.enter_context(replacing(path))
+            file = self._recording.enter_context(part.open("wb"))
+        except OSError as e:
+            raise ConfigError(f"the trace cannot be written to {path}: {e.strerror}") from e
+        layers = tuple(
+            TraceLayer(layer.layer, layer.n_expert, layer.n_expert_used, layer.expert_bytes)
+            for layer in self.model.layers
+        )
+        header = TraceHeader(
+            layers=layers,
+            model=self.model.name,
+            arch=self.model.arch,
+            fingerprint=self.model.fingerprint,
+            n_slots=self.n_slots,
+            policy=policy,
+        )
+        file.write(header_bytes(header))
+        file.flush()
+        self._stream.record(file.fileno())
+        self._recording.callback(self._stop_recording)
+
+    def _stop_recording(self) -> None:
+        try:
+            with self._stream.paused():
+                self._stream.record(None)
+        except ReadError as e:  # what was read is right all the same
+            self._on_failure(e)
 
     def _open_stream(self, files: Sequence[int]) -> Stream:
         limit = ubatch_limit(self.model.layers, self.n_slots)
@@ -249,6 +290,36 @@ class Engine(Closing):
                 residency.set_limit(limit)
             return self._stream.give_back()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a context of a loaded model has been made, so that slots can be filled."""
+        return self._stream.is_ready
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a ubatch is running."""
+        return self._stream.is_computing
+
+    def fill(self, layer_index: int, experts: Sequence[int], n_most: int) -> int:
+        """Read some of these experts into free slots, in their order; return how many.
+
+        Those that are in slots already are passed over. Between ubatches: waits for the end of one,
+        and the next one waits meanwhile. From any thread; raises ReadError if a read fails.
+        """
+        with self._stream.paused():
+            residency = self._residencies[layer_index]
+            wanted = [expert for expert in experts if residency.slot_of[expert] < 0]
+            slots = residency.free[: -min(residency.n_room, n_most) - 1 : -1]
+            loads = tuple(zip(wanted, slots, strict=False))
+            if loads:
+                self._stream.fill(layer_index, loads)
+                residency.apply(Plan(loads, ()))
+            return len(loads)
+
+    def n_needed(self) -> list[list[int]]:
+        """Return how many decoded ubatches have needed each expert, by layer."""
+        return [self._stream.n_needed(index) for index in range(len(self.n_slots))]
+
     def slot_bytes(self) -> tuple[int, int]:
         """Return bytes of the slot tensors that llama.cpp allocated last, and of the repacked."""
         return self._stream.slot_bytes()
@@ -273,6 +344,7 @@ class Engine(Closing):
 
         Twice is harmless.
         """
+        self._recording.close()
         self._stream.close()
         if self._has_switching:
             self._has_switching = False

@@ -63,4 +63,4 @@ class DecodeError(LonghaulError, RuntimeError):
 
 
 class TraceError(LonghaulError, ValueError):
-    """A routing trace cannot be read; the message names the line."""
+    """A routing trace cannot be read; the message names the line or byte."""

@@ -3,6 +3,7 @@
 Knows no file format and no policy.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,14 @@ class MoeModel:
     n_swa: int = 0  # tokens that layers with a sliding window attend to; 0: there are none
     mtp_bytes: int = 0
     stamps: tuple[tuple[int, int, int, int], ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that tell the experts of one file from those of another."""
+        tensors = [tensor for layer in self.layers for tensor in layer.tensors]
+        words = [self.arch, self.name]
+        words += [f"{t.name} {t.shard} {t.offset} {t.n_expert} {t.slice_bytes}" for t in tensors]
+        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
     @property
     def is_moe(self) -> bool:

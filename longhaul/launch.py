@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from . import report
 from .arguments import LlamaArguments
@@ -12,6 +13,8 @@ from .budget import (
     auto_budget,
     checkpoint_bytes,
     effective_ubatch,
+    gib_down,
+    gib_up,
     kv_cache_bytes,
     memory_limit,
     one_slot,
@@ -21,10 +24,11 @@ from .budget import (
     token_slots,
 )
 from .config import Config
-from .errors import ConfigError
+from .errors import BudgetError, ConfigError
 from .experts import MoeLayer, MoeModel
 from .planner import stage_count
 from .server_arguments import DEFAULT_PARALLEL, ServerArguments
+from .slot_plan import read_slot_plan
 
 KV_SHARE = 0.25  # of free memory that a context which nobody asked for may take
 LEAST_CONTEXT = 4096  # which such a context is not cut below, as with llama.cpp's --fit
@@ -157,7 +161,16 @@ def plan_run(
         budget_bytes = auto_budget(model, known, sizes).budget_bytes
     else:
         budget_bytes = config.cache_bytes
-    n_slots = plan_slots(model.layers, budget_bytes, sizes.least)
+    if config.plan_path is None:
+        n_slots = plan_slots(model.layers, budget_bytes, sizes.least)
+    else:
+        n_slots = slots_of_plan(model, config.plan_path)
+        planned_bytes = slots_bytes(model.layers, n_slots)
+        if planned_bytes > budget_bytes:
+            raise BudgetError(
+                f"{config.plan_path} takes {gib_up(planned_bytes)} GiB, the cache has"
+                f" {gib_down(budget_bytes)}; give the cache more, or make a plan for it"
+            )
     n_ubatch, n_stages = sizes.n_ubatch, 1
     if config.ubatch == "shrink":
         n_ubatch = effective_ubatch(model.layers, n_slots, n_ubatch)
@@ -177,6 +190,19 @@ def plan_run(
         memory=plan_memory(model, known, replace(sizes, n_ubatch=n_ubatch)),
         limit_known=limit is not None,
     )
+
+
+def slots_of_plan(model: MoeModel, path: Path) -> tuple[int, ...]:
+    """Return the slots of each layer by a file; raises ConfigError if it is of another model."""
+    found = read_slot_plan(path)
+    if found.fingerprint and found.fingerprint != model.fingerprint:
+        raise ConfigError(f"{path} is a plan for another model: {found.model}")
+    if found.layers != tuple(layer.layer for layer in model.layers):
+        raise ConfigError(f"{path} is a plan for other layers than those of this model")
+    for n, layer in zip(found.n_slots, model.layers, strict=True):
+        if n > layer.n_expert:
+            raise ConfigError(f"{path} gives layer {layer.layer} more slots than it has experts")
+    return found.n_slots
 
 
 def settle_sizes(

@@ -16,8 +16,10 @@ from .options import (
     ToolCommand,
     help_llama_option,
     one_line_errors,
+    streaming_options,
     streaming_tool,
 )
+from .trace_commands import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,9 +72,8 @@ def quantize(args: tuple[str, ...], help_llama: bool) -> None:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def _shape_option(name: str, what: str, default: int | None = None) -> Callable[[F], F]:
-    shown = "none" if default is None else True
-    return click.option(name, type=int, default=default, show_default=shown, help=what)
+def _shape_option(name: str, what: str, default: str = "none") -> Callable[[F], F]:
+    return click.option(name, type=int, show_default=default, help=what)
 
 
 @main.command("plan", cls=ToolCommand, context_settings=PASS_THROUGH)
@@ -82,19 +83,20 @@ def _shape_option(name: str, what: str, default: int | None = None) -> Callable[
 @_shape_option("--n-expert-used", "of which a token uses")
 @_shape_option("--n-embd", "width of the model")
 @_shape_option("--n-ff-exp", "width of an expert")
-@_shape_option("--n-head", "attention heads", 32)
-@_shape_option("--n-head-kv", "of keys and values", 8)
-@_shape_option("--head-size", "width of a head", 128)
-@_shape_option("--n-vocab", "words", 151936)
-@_shape_option("--n-layer-dense", "leading layers without experts", 0)
-@_shape_option("--n-ff", "width of their feed-forward", 0)
-@_shape_option("--n-ff-shared", "width of a layer's shared experts", 0)
+@_shape_option("--n-head", "attention heads", "32")
+@_shape_option("--n-head-kv", "of keys and values", "8")
+@_shape_option("--head-size", "width of a head", "128")
+@_shape_option("--n-vocab", "words", "151936")
+@_shape_option("--n-layer-dense", "leading layers without experts", "0")
+@_shape_option("--n-ff", "width of their feed-forward", "0")
+@_shape_option("--n-ff-shared", "width of a layer's shared experts", "0")
 @click.option("--type", "type_name", default="Q4_0", show_default=True, help="type of weights")
-@streaming_tool("longhaul plan")
+@ARGS
+@one_line_errors
+@streaming_options
 def plan(
     args: tuple[str, ...],
     config: Config | None,
-    help_llama: bool,
     as_json: bool,
     type_name: str,
     **shape: int | None,
@@ -142,3 +144,6 @@ def doctor(model: Path | None, as_json: bool) -> None:
             if finding.advice:
                 click.echo(f"{'':<19}{finding.advice}")
     sys.exit(1 if any(finding.state == "broken" for finding in findings) else 0)
+
+
+main.add_command(trace)

@@ -368,6 +368,28 @@ class Stream(_Handle):
         check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
         return ffi.cast(f"int64_t (*)[{self._shapes[layer_index].n_slots}]", table.n_uses)[0]
 
+    def n_needed(self, layer_index: int) -> list[int]:
+        """Return how many decoded ubatches have needed each expert (n_expert,)."""
+        ffi = _ffi()
+        table = ffi.new("lh_slot_table *")
+        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        return ffi.unpack(table.n_needed, self._shapes[layer_index].n_expert)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a context of the loaded model has been made."""
+        return bool(_lib().lh_stream_is_ready(self.pointer))
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a ubatch is running."""
+        return bool(_lib().lh_stream_phase(self.pointer) != _lib().LH_N_PHASES)
+
+    def fill(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
+        """Read (expert, slot) pairs into free slots, while paused; raises ReadError."""
+        items = _ffi().new("lh_load[]", loads)
+        check(_lib().lh_stream_fill(self.pointer, layer_index, items, len(loads)))
+
     def record(self, file: int | None) -> None:
         """Write what each layer of each ubatch needs to a file from now on; None: no longer.
 

@@ -22,6 +22,9 @@ PASS_THROUGH = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 ARGS = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[LLAMA.CPP OPTIONS]...")
 
 
+INTERRUPTED = 130  # exit code of what Ctrl-C ended, as shells have it
+
+
 class CommandError(click.ClickException):
     """One line on stderr; exit code 1."""
 
@@ -69,6 +72,8 @@ def one_line_errors(command: F) -> F:
     def wrapper(*args: object, **kwargs: object) -> object:
         try:
             return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
         except LonghaulError as e:
             raise (OptionError if isinstance(e, ConfigError) else CommandError)(str(e)) from e
 
@@ -87,6 +92,9 @@ def streaming_options(command: F) -> F:
         longhaul_policy: str,
         longhaul_ubatch: str,
         longhaul_json: Path | None,
+        longhaul_trace: Path | None,
+        longhaul_plan: Path | None,
+        longhaul_warm: str | None,
         **kwargs: object,
     ) -> object:
         config = None
@@ -97,6 +105,9 @@ def streaming_options(command: F) -> F:
                 _shared_config(longhaul_io_threads, longhaul_policy, longhaul_ubatch),
                 cache_bytes=parse_cache(longhaul_cache),
                 json_path=longhaul_json,
+                trace_path=longhaul_trace,
+                plan_path=longhaul_plan,
+                warm_path=Path(longhaul_warm) if longhaul_warm else None,
             )
         return command(*args, config=config, **kwargs)
 
@@ -229,5 +240,32 @@ _STREAMING: _Options = [
         type=click.Path(dir_okay=False, path_type=Path),
         show_default="none",
         help="write the figures of the run, and of each ubatch, to this file when it ends",
+    ),
+    click.option(
+        "--longhaul-plan",
+        envvar="LONGHAUL_PLAN",
+        show_envvar=True,
+        metavar="FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        show_default="none",
+        help="slots of each layer, as longhaul trace plan proposes them",
+    ),
+    click.option(
+        "--longhaul-warm",
+        envvar="LONGHAUL_WARM",
+        show_envvar=True,
+        metavar="FILE",
+        show_default="none",
+        help="read the experts that were used most before as soon as there is time, and keep what"
+        " this run used; auto keeps a file for each model",
+    ),
+    click.option(
+        "--longhaul-trace",
+        envvar="LONGHAUL_TRACE",
+        show_envvar=True,
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        show_default="none",
+        help="record which experts each layer asks for; longhaul trace reads it",
     ),
 ]

@@ -1,9 +1,9 @@
 """Which expert of a layer sits in which slot: the only mutable state of caching."""
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING
 
-from .policy import Policy
+from .policy import MakePolicy
 
 if TYPE_CHECKING:
     from .planner import Plan
@@ -13,7 +13,8 @@ class Residency:
     """Keep the slot table of one layer.
 
     `slot_of` (n_expert,) and `expert_of` (n_slots,) may be memory that native code reads; -1 stands
-    for none. `last_use` (n_slots,) is stamped by whoever uses the slots.
+    for none. `last_use` (n_slots,) is stamped by whoever uses the slots, and `n_uses` (n_slots,)
+    counts how often; without it nothing is known to have been used more than anything else.
     """
 
     def __init__(
@@ -21,11 +22,13 @@ class Residency:
         slot_of: MutableSequence[int],
         expert_of: MutableSequence[int],
         last_use: Sequence[int],
-        make_policy: Callable[[Sequence[int]], Policy],
+        make_policy: MakePolicy,
+        n_uses: Sequence[int] | None = None,
     ) -> None:
         self.slot_of = slot_of
         self.expert_of = expert_of
         self._last_use = last_use
+        self._n_uses = [0] * len(expert_of) if n_uses is None else n_uses
         self._make_policy = make_policy
         self.limit = len(expert_of)  # slots that may hold an expert, unless a ubatch needs more
         self.clear()
@@ -37,7 +40,7 @@ class Residency:
         for slot in range(len(self.expert_of)):
             self.expert_of[slot] = -1
         self.free = list(reversed(range(len(self.expert_of))))  # slot 0 is taken first
-        self.policy = self._make_policy(self._last_use)
+        self.policy = self._make_policy(self._last_use, self._n_uses)
 
     @property
     def n_room(self) -> int:
@@ -69,4 +72,4 @@ class Residency:
         for expert, slot in plan.loads:
             self.slot_of[expert] = slot
             self.expert_of[slot] = expert
-            self.policy.add(slot)
+            self.policy.add(slot, expert)

@@ -16,6 +16,7 @@ from .figures import RunFigures, write_json
 from .index import read_index
 from .launch import CHATS, RunPlan, plan_run, tool_sizes
 from .server_arguments import ServerArguments, read_server_arguments
+from .warm import warming
 from .watch import ignore_signals, watching
 
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
@@ -83,6 +84,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
     with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             tell(line)
+        stack.enter_context(warming(engine, config.warm_path, tell))
         stack.enter_context(watching(engine, plan, tell))
         for path in _cached_all_the_same(model.shards, engine.pool.modes):
             tell(

@@ -22,9 +22,11 @@ from longhaul.engine import SWITCH_INTERVAL_S, Engine
 from longhaul.errors import ConfigError, DecodeError, ModelError, NativeError, ReadError
 from longhaul.experts import MoeModel
 from longhaul.index import read_index
+from longhaul.native import Stream
 from longhaul.planner import StagedPlan, plan_stages
 from longhaul.residency import Residency
 from longhaul.stats import Counters
+from longhaul.trace import TraceFile
 
 SHRINK = Config(ubatch="shrink")
 
@@ -340,7 +342,7 @@ def test_another_model_is_loaded_whole(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_policy_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="no policy 'best'; there are lru"):
+    with pytest.raises(ConfigError, match="no policy 'best'; there are lfu, lru, pinned, slru"):
         open_engine(read_index(tiny), 4, Config(policy="best"))
 
 
@@ -738,3 +740,67 @@ def test_a_mapped_file_that_is_cut_short_ends_the_process_with_a_reason(tmp_path
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert "longhaul: error: a mapped file was cut short" in done.stderr
+
+
+# --- traces ---------------------------------------------------------------------------------------
+
+
+def test_a_trace_holds_what_the_run_needed(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.trace"
+    model = read_index(tiny)
+    with Engine(model, [4] * 3, Config(trace_path=path)) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            context.decode(evaluated_tokens(128, 12))
+            for token in (5, 6, 7):
+                context.decode([token])
+        stats = engine.stats()
+        assert not path.exists()  # it is whole or not there
+    found = TraceFile(path)
+    assert found.header.fingerprint == model.fingerprint
+    assert found.header.n_slots == (4, 4, 4)
+    assert [layer.expert_bytes for layer in found.header.layers] == [
+        layer.expert_bytes for layer in model.layers
+    ]
+    records = list(found.records())
+    assert [(r.ubatch, r.layer_index, len(r.ids)) for r in records] == [
+        (ubatch, layer, 1 if ubatch else 12) for ubatch in range(4) for layer in range(3)
+    ]
+    for phase, counters in ((True, stats.prefill), (False, stats.decode)):
+        n_hits = n_misses = 0
+        for record in records:
+            if record.is_prefill == phase:
+                assert record.hits is not None
+                ids, hits = record.ids.ravel().tolist(), record.hits.ravel().tolist()
+                pairs = set(zip(ids, hits, strict=True))
+                assert len({expert for expert, _ in pairs}) == len(pairs)
+                n_hits += sum(is_hit for _, is_hit in pairs)
+                n_misses += sum(not is_hit for _, is_hit in pairs)
+        assert (n_hits, n_misses) == (counters.n_hits, counters.n_misses)
+        assert n_hits + n_misses > 0
+
+
+def test_a_trace_that_cannot_be_written_is_refused(tiny: Path, tmp_path: Path) -> None:
+    model = read_index(tiny)
+    for path in (tmp_path / "none" / "t", Path("/dev/null"), tmp_path):
+        with pytest.raises(ConfigError, match="trace"):
+            Engine(model, [4] * 3, Config(trace_path=path))
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_trace_on_a_full_disk_fails_no_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[BaseException] = []
+    full = os.open("/dev/full", os.O_WRONLY)
+    record = Stream.record
+    monkeypatch.setattr(Stream, "record", lambda self, file: record(self, file and full))
+    try:
+        config = Config(trace_path=tmp_path / "t.trace")
+        with Engine(read_index(tiny), [4] * 3, config, on_error=told.append) as engine:
+            with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+                assert len(context.decode([1, 2, 3])) == 3
+            engine.raise_kept()
+    finally:
+        os.close(full)
+    (error,) = told
+    assert "the trace cannot be written: No space left on device" in str(error)

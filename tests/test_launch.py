@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -383,3 +384,43 @@ def test_perplexity_evaluates_windows_together_and_keeps_their_logits(
     sizes = tool_sizes("perplexity", arguments, MODEL)
     assert (sizes.n_ctx, sizes.n_seq) == (n_ctx_total, n_seq)
     assert sizes.other_bytes == 4 * n_outputs * MODEL.n_vocab
+
+
+# --- slots by a file ------------------------------------------------------------------------------
+
+
+def slot_plan(tmp_path: Path, *n_slots: int, **more: object) -> Path:
+    layers = [{"layer": il, "n_slots": n} for il, n in enumerate(n_slots)]
+    path = tmp_path / "plan.json"
+    values = {"format": 1, "model": "Tiny", "budget_bytes": 5, "layers": layers, **more}
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_slots_are_those_of_a_plan(free: SetLimit, tmp_path: Path) -> None:
+    path = slot_plan(tmp_path, 3, 12)
+    plan = plan_run(MODEL, SIZES, Config(plan_path=path))
+    assert plan.n_slots == (3, 12)
+    assert dict(plan.planned.terms)["slots"] == 15 * MIB
+    fitting = slot_plan(tmp_path, 3, 12, fingerprint=MODEL.fingerprint)
+    config = Config(cache_bytes=15 * MIB, plan_path=fitting)
+    assert plan_run(MODEL, SIZES, config).n_slots == (3, 12)
+    with pytest.raises(BudgetError, match=r"takes 0.015 GiB, the cache has 0.014"):
+        plan_run(MODEL, SIZES, Config(cache_bytes=15 * MIB - 1, plan_path=path))
+
+
+@pytest.mark.parametrize(
+    ("n_slots", "more", "said"),
+    [
+        ((3, 12), {"fingerprint": "0123"}, "a plan for another model: Tiny"),
+        ((3,), {}, "other layers"),
+        ((3, 17), {}, "gives layer 1 more slots than it has experts"),
+        ((3, 12), {"format": 2}, "no plan of slots"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(
+    n_slots: tuple[int, ...], more: dict[str, object], said: str, free: SetLimit, tmp_path: Path
+) -> None:
+    path = slot_plan(tmp_path, *n_slots, **more)
+    with pytest.raises(ConfigError, match=said):
+        plan_run(MODEL, SIZES, Config(plan_path=path))

@@ -141,10 +141,11 @@ def test_after_a_failed_read_the_slots_are_free_and_the_same_need_can_be_served(
     assert all(residency.slot_of[expert] >= 0 for expert in case.needed)
 
 
+@every_policy
 @given(st.lists(st.sets(st.integers(0, 11), min_size=1, max_size=4), max_size=30))
-def test_tables_stay_consistent_over_a_run(ubatches: list[set[int]]) -> None:
-    last_use = [0] * 4
-    residency = Residency([-1] * 12, [-1] * 4, last_use, POLICIES["lru"])
+def test_tables_stay_consistent_over_a_run(policy: str, ubatches: list[set[int]]) -> None:
+    last_use, n_uses = [0] * 4, [0] * 4
+    residency = Residency([-1] * 12, [-1] * 4, last_use, POLICIES[policy], n_uses)
     for clock, experts in enumerate(ubatches, 1):
         needed = sorted(experts)
         step = plan(residency, needed, [e for e in needed if residency.slot_of[e] < 0])
@@ -152,6 +153,7 @@ def test_tables_stay_consistent_over_a_run(ubatches: list[set[int]]) -> None:
         residency.apply(step)
         for expert in needed:
             last_use[residency.slot_of[expert]] = clock
+            n_uses[residency.slot_of[expert]] += 1
         check_consistent(residency)
 
 

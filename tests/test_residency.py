@@ -27,15 +27,15 @@ every_table = pytest.mark.parametrize("table", [garbage, native_garbage])
 class Recorder:
     """A policy that writes down what it is told."""
 
-    def __init__(self, last_use: Sequence[int]) -> None:
-        self.last_use = last_use
-        self.told: list[tuple[str, int]] = []
+    def __init__(self, last_use: Sequence[int], n_uses: Sequence[int]) -> None:
+        self.last_use, self.n_uses = last_use, n_uses
+        self.told: list[tuple[str, int, int]] = []
 
-    def add(self, slot: int) -> None:
-        self.told.append(("add", slot))
+    def add(self, slot: int, expert: int) -> None:
+        self.told.append(("add", slot, expert))
 
     def remove(self, slot: int) -> None:
-        self.told.append(("remove", slot))
+        self.told.append(("remove", slot, -1))
 
     def victims(self, n: int, protected: Collection[int]) -> list[int]:
         raise AssertionError("a residency asks for no victims")
@@ -90,19 +90,31 @@ def test_clear_forgets_every_expert(table: Table) -> None:
 
 
 def test_policy_is_told_of_every_change_and_replaced_by_clear() -> None:
-    last_use = [0, 0]
+    last_use, n_uses = [0, 0], [5, 6]
     made_policies: list[Recorder] = []
 
-    def make(stamps: Sequence[int]) -> Recorder:
-        made_policies.append(Recorder(stamps))
+    def make(stamps: Sequence[int], counts: Sequence[int]) -> Recorder:
+        made_policies.append(Recorder(stamps, counts))
         return made_policies[-1]
 
-    made = Residency(garbage(4), garbage(2), last_use, make)
+    made = Residency(garbage(4), garbage(2), last_use, make, n_uses)
     plan = Plan(loads=((3, 1),), victims=())
     made.apply(plan)
     made.evict(Plan(loads=(), victims=(1,)))
     assert made_policies[0].last_use is last_use  # not a copy: native code stamps it
-    assert made_policies[0].told == [("add", 1), ("remove", 1)]
+    assert made_policies[0].n_uses is n_uses
+    assert made_policies[0].told == [("add", 1, 3), ("remove", 1, -1)]
     made.clear()
     assert made.policy is made_policies[1]
     assert made_policies[1].told == []
+
+
+def test_without_counts_nothing_was_used_more_than_anything_else() -> None:
+    made: list[Recorder] = []
+
+    def make(stamps: Sequence[int], counts: Sequence[int]) -> Recorder:
+        made.append(Recorder(stamps, counts))
+        return made[-1]
+
+    Residency(garbage(4), garbage(3), [1, 2, 3], make)
+    assert list(made[0].n_uses) == [0, 0, 0]

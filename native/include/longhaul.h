@@ -105,6 +105,7 @@ typedef struct lh_slot_table {
     int32_t * expert_of; // [n_slots]   expert in the slot, -1: free
     int64_t * last_use;  // [n_slots]   stamp of the last ubatch that used the slot, larger is later
     int64_t * n_uses;    // [n_slots]   ubatches that have used the slot
+    int64_t * n_needed;  // [n_expert]  decoded ubatches that have needed the expert
 } lh_slot_table;
 
 typedef enum lh_phase {
@@ -154,7 +155,8 @@ typedef struct lh_reply {
 enum { LH_N_RECORDS = 4096, LH_N_REPLIES = 64 };
 
 // What can be watched while a stream works: lh_live_bytes of memory, all zero at first, that other processes may map as well.
-// The slot tables follow: for each layer slot_of, expert_of, last_use and n_uses, each of them at a multiple of 8 bytes.
+// The slot tables follow: for each layer slot_of, expert_of, last_use, n_uses and n_needed, each of them at a multiple of 8
+// bytes.
 typedef struct lh_live {
     int64_t     slot_bytes;            // of the slot tensors of the model that was loaded last
     int64_t     repacked_bytes;        // of those, in the CPU's repacked layout
@@ -257,6 +259,12 @@ typedef lh_status (*lh_prepare_fn)(void * user_data, const char * path_model, co
                                    uint32_t n_ubatch, const char ** error);
 // Who is told; NULL: nobody.
 LH_API void lh_set_prepare(lh_prepare_fn on_prepare, void * user_data);
+
+// Whether a context of the loaded model has been made, so that all slots are there.
+LH_API bool      lh_stream_is_ready(const lh_stream * stream);
+// Read experts into free slots of a layer, and return when they are there. Only while paused, from the thread that paused, and when
+// the stream is ready. LH_STATUS_IO: the slots hold anything.
+LH_API lh_status lh_stream_fill(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
 
 // Phase of the running ubatch; LH_N_PHASES outside of one.
 LH_API lh_phase lh_stream_phase(const lh_stream * stream);

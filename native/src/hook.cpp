@@ -121,8 +121,12 @@ static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wa
 }
 
 static uint32_t hook_n_ubatch(void * handle, uint32_t wanted) {
-    const lh_stream & stream   = *static_cast<model_handle *>(handle)->stream;
-    const uint32_t    n_ubatch = stream.n_ubatch(wanted);
+    const model_handle & model    = *static_cast<model_handle *>(handle);
+    lh_stream &          stream   = *model.stream;
+    const uint32_t       n_ubatch = stream.n_ubatch(wanted);
+    if (model.holds) { // a context of a model without slots only asks for shapes
+        stream.is_ready = true;
+    }
     guarded([&] { log_context(stream, n_ubatch, wanted); });
     return n_ubatch;
 }
@@ -370,6 +374,14 @@ void lh_stream_pause(lh_stream * stream) {
 
 void lh_stream_resume(lh_stream * stream) {
     stream->resume();
+}
+
+bool lh_stream_is_ready(const lh_stream * stream) {
+    return stream->is_ready;
+}
+
+lh_status lh_stream_fill(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    return lh::guarded([&] { stream->fill(layer_index, loads, n_loads); });
 }
 
 lh_status lh_stream_give_back(lh_stream * stream, int64_t * n_bytes) {

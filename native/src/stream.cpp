@@ -129,7 +129,7 @@ static void repack_rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, 
 
 static int64_t table_bytes(const lh_layer_shape & shape) {
     return round_up(shape.n_expert * sizeof(int32_t), 8) + round_up(shape.n_slots * sizeof(int32_t), 8) +
-           2 * shape.n_slots * sizeof(int64_t);
+           (2 * shape.n_slots + shape.n_expert) * sizeof(int64_t);
 }
 
 static lh_slot_table table_at(uint8_t * memory, const lh_layer_shape & shape) {
@@ -137,7 +137,8 @@ static lh_slot_table table_at(uint8_t * memory, const lh_layer_shape & shape) {
     uint8_t * last_use  = expert_of + round_up(shape.n_slots * sizeof(int32_t), 8);
     uint8_t * n_uses    = last_use + shape.n_slots * sizeof(int64_t);
     return { reinterpret_cast<int32_t *>(memory), reinterpret_cast<int32_t *>(expert_of),
-             reinterpret_cast<int64_t *>(last_use), reinterpret_cast<int64_t *>(n_uses) };
+             reinterpret_cast<int64_t *>(last_use), reinterpret_cast<int64_t *>(n_uses),
+             reinterpret_cast<int64_t *>(n_uses + shape.n_slots * sizeof(int64_t)) };
 }
 
 int64_t live_bytes(const lh_layer_shape * shapes, int32_t n_layers) {
@@ -259,8 +260,28 @@ bool lh_stream::acquire() {
     return true;
 }
 
+void lh_stream::fill(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    lh::stream_layer & layer = layer_at(layer_index);
+    if (!is_ready || layer.order.empty()) {
+        throw lh::error(LH_STATUS_STATE, "slots are filled once the model is there");
+    }
+    check_free(layer, loads, n_loads);
+    lh::read_batch              batch;
+    std::vector<lh::read_chunk> chunks;
+    for (int32_t i = 0; i < n_loads; i++) {
+        for (const lh::expert_tensor & tensor : layer.tensors) {
+            if (tensor.slots) {
+                add_load(tensor, loads[i], batch, chunks);
+            }
+        }
+    }
+    pool->submit(std::move(chunks), batch);
+    pool->wait(batch);
+}
+
 void lh_stream::release() {
     const std::lock_guard<std::mutex> lock(ubatch_mutex);
+    is_ready = false;
     reset_tables();
     is_loaded = false;
 }
@@ -512,16 +533,12 @@ void lh_stream::add_load(const lh::expert_tensor & tensor, const lh_load & load,
         }
         chunks.push_back(std::move(chunk));
     }
-    live->counters[phase].read_bytes += tensor.slice_bytes;
+    if (phase != LH_N_PHASES) {
+        live->counters[phase].read_bytes += tensor.slice_bytes;
+    }
 }
 
-void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
-    lh::stream_layer & layer = layer_at(layer_index);
-    if (phase == LH_N_PHASES || layer.ahead || layer.plan.is_active) {
-        throw lh::error(LH_STATUS_STATE, "experts are loaded ahead once, while the layer before is computed");
-    }
-    auto                        ahead = std::make_unique<lh::read_batch>();
-    std::vector<lh::read_chunk> chunks;
+void lh_stream::check_free(const lh::stream_layer & layer, const lh_load * loads, int32_t n_loads) const {
     for (int32_t i = 0; i < n_loads; i++) {
         if (loads[i].expert < 0 || loads[i].expert >= layer.n_expert || loads[i].slot < 0 ||
             loads[i].slot >= layer.n_slots) {
@@ -531,6 +548,18 @@ void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) +
                                                             ": a slot that is taken, or an expert that is there");
         }
+    }
+}
+
+void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads) {
+    lh::stream_layer & layer = layer_at(layer_index);
+    if (phase == LH_N_PHASES || layer.ahead || layer.plan.is_active) {
+        throw lh::error(LH_STATUS_STATE, "experts are loaded ahead once, while the layer before is computed");
+    }
+    check_free(layer, loads, n_loads);
+    auto                        ahead = std::make_unique<lh::read_batch>();
+    std::vector<lh::read_chunk> chunks;
+    for (int32_t i = 0; i < n_loads; i++) {
         for (const lh::expert_tensor & tensor : layer.tensors) {
             if (tensor.slots) { // a tensor that the architecture does not use has none
                 add_load(tensor, loads[i], *ahead, chunks);

@@ -136,6 +136,8 @@ struct lh_stream {
     void             resume() { ubatch_mutex.unlock(); }
     // Returns the bytes of the pages that free slots have given back; while paused.
     int64_t          give_back();
+    // Reads experts into free slots, while paused.
+    void             fill(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     // A routed tensor by its name; no layer: there is none.
     lh::tensor_place find(const std::string & name);
 
@@ -179,6 +181,8 @@ struct lh_stream {
     bool has_device_slots = false;
     bool is_loaded        = false;
 
+    std::atomic<bool> is_ready = { false }; // a context of the loaded model has been made
+
     lh::trace_writer trace;
 
   private:
@@ -199,6 +203,7 @@ struct lh_stream {
     void report_complete(const lh::stream_layer & layer);
     void drop(lh::stream_layer & layer);
     void complete(lh::stream_layer & layer);
+    void check_free(const lh::stream_layer & layer, const lh_load * loads, int32_t n_loads) const;
     void settle(lh::stream_layer & layer);
     void stamp(lh::stream_layer & layer);
     void record();

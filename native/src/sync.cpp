@@ -38,6 +38,7 @@ void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
     }
     std::reverse(layer.needed.begin(), layer.needed.end());
     for (int32_t expert : layer.needed) {
+        layer.table.n_needed[expert] += phase == LH_PHASE_DECODE ? 1 : 0;
         const int32_t slot      = layer.table.slot_of[expert];
         layer.seen_slot[expert] = slot;
         if (slot < 0) {
