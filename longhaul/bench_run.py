@@ -1,12 +1,16 @@
 """Runs llama.cpp's llama-bench while its models stream, and measures sizes against each other."""
 
 import json
+import re
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +34,24 @@ CLOSE_SHARE = 0.95  # of the quickest: the smallest size that reaches it is best
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _MODEL = ("-m", "--model")
 _LOAD_MODE = ("-lm", "--load-mode", "-mmp", "--mmap", "-dio", "--direct-io")
-_N_CTX_DEFAULT = 512  # of llama-bench: a prompt of 512, or 128 generated
+N_PROMPT, N_GEN = 512, 128  # of llama-bench
 _UBATCH = ("-ub", "--ubatch-size")
+_TYPE_V = ("-ctv", "--cache-type-v")
+_N_PROMPT, _N_GEN, _N_DEPTH = ("-p", "--n-prompt"), ("-n", "--n-gen"), ("-d", "--n-depth")
+# Of these there may be one value each where runs are measured against each other.
+_SINGLE = (
+    *(_N_PROMPT, _N_GEN, _N_DEPTH, _UBATCH, _TYPE_V, _MODEL),
+    *(("-b", "--batch-size"), ("-t", "--threads"), ("-ctk", "--cache-type-k")),
+    *(("-ngl", "--n-gpu-layers"), ("-fa", "--flash-attn")),
+)
 
 
 class Preparer:
     """Opens an engine for each model that the bench loads with streaming."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, kv_element_bytes: float) -> None:
         self._config = config
+        self._kv_element_bytes = kv_element_bytes
         self._engine: Engine | None = None
         self._n_loads = 0
         self.has_failed = False
@@ -55,7 +68,8 @@ class Preparer:
         if not model.is_moe:
             raise ModelUnsupportedError(f"{path} has no routed experts")
         config = replace(self._config, cache_bytes=parse_cache(cache), trace_path=self._trace())
-        plan = plan_run(model, RunSizes(n_ctx, n_ubatch, 0), config)
+        sizes = RunSizes(n_ctx, n_ubatch, 0, kv_element_bytes=self._kv_element_bytes)
+        plan = plan_run(model, sizes, config)
         for line in plan.lines():
             say(line)
         self._engine = Engine(model, plan.n_slots, config, on_error=self._note)
@@ -95,8 +109,11 @@ def run_bench(args: Sequence[str], config: Config, caches: str, *, help_llama: b
         args = ["--load-mode", "longhaul", *args]
     tokens, order = token_order(args)
     say(f"tokens  {tokens}")
-    native.require_libraries(reads=True)
-    preparer = Preparer(config)
+    reads = any("longhaul" in word.split(",") for word in args)
+    native.require_libraries(reads=reads)
+    kv_types = [option(args, names, {}) or "" for names in (("-ctk", "--cache-type-k"), _TYPE_V)]
+    has_floats = any("f32" in text for text in kv_types)
+    preparer = Preparer(config, 4.0 if has_floats else 2.0)
     with native.preparing(preparer.prepare):
         words = ["--longhaul-cache", caches, *order, *args]
         code = run_tool("bench", "longhaul-bench", words)
@@ -120,7 +137,8 @@ def token_order(args: Sequence[str]) -> tuple[str, list[str]]:
         return "ids in their order", []
     path = option(args, _MODEL, {})
     try:
-        is_trace = path is not None and read_index(Path(path)).name.startswith(TRACE_MODEL)
+        first = Path(path.split(",")[0]) if path else None
+        is_trace = first is not None and read_index(first).name.startswith(TRACE_MODEL)
     except LonghaulError:  # the bench says it
         is_trace = False
     if is_trace:
@@ -158,6 +176,7 @@ def _model_of(args: Sequence[str]) -> tuple[MoeModel, list[str]]:
     for word in args:
         if spelled(word) in _LOAD_MODE:
             raise ConfigError(f"{word} is chosen here; leave it out")
+    _check_single(args)
     path = option(args, _MODEL, {})
     words = list(args) if path else ["--model", str(demo.ensure(progress=say)), *args]
     model = read_index(Path(path or words[1]))
@@ -166,17 +185,30 @@ def _model_of(args: Sequence[str]) -> tuple[MoeModel, list[str]]:
     return model, words
 
 
+def _count(args: Sequence[str], names: Sequence[str], default: int) -> int:
+    """Return the only value of an option; raises ConfigError for a list, a range or no number."""
+    text = option(args, names, {})
+    if text is None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ConfigError(f"{names[-1]} {text!r} is not one number, as is needed here")
+    return int(text)
+
+
 def _sizes(args: Sequence[str]) -> RunSizes:
-    counts = [
-        int(option(args, names, {}) or default)
-        for names, default in (
-            (("-p", "--n-prompt"), _N_CTX_DEFAULT),
-            (("-n", "--n-gen"), _N_CTX_DEFAULT),
-            (("-d", "--n-depth"), 0),
-            (_UBATCH, _N_CTX_DEFAULT),
-        )
-    ]
-    return RunSizes(max(sum(counts[:3]), 256), counts[3], 0)
+    n_prompt, n_gen = _count(args, _N_PROMPT, N_PROMPT), _count(args, _N_GEN, N_GEN)
+    n_ctx = max(n_prompt, n_gen) + _count(args, _N_DEPTH, 0)
+    return RunSizes(max(n_ctx, 256), _count(args, _UBATCH, N_PROMPT), 0)
+
+
+def _check_single(args: Sequence[str]) -> None:
+    """Refuse what would give several rows: they could not be told apart. Raises ConfigError."""
+    for names in _SINGLE:
+        given = [value for word, value in pairwise(args) if spelled(word) in names]
+        if len(given) > 1 or any("," in value for value in given):
+            raise ConfigError(f"{names[-1]} has several values; give one here")
+    if any(word == "-pg" for word in args):
+        raise ConfigError("-pg cannot be used here; give --n-prompt and --n-gen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +239,10 @@ def run_sweep(args: Sequence[str], steps: int, png: Path | None, *, as_json: boo
     Ctrl-C ends it and keeps what was measured. Raises ConfigError if no size fits.
     """
     model, words = _model_of(args)
-    if option(words, ("-p", "--n-prompt"), {}) is None:
+    n_gen = _count(words, _N_GEN, N_GEN)
+    if n_gen == 0 or _count(words, _N_PROMPT, 0) > 0:
+        raise ConfigError("a sweep decodes: give --n-gen, and no --n-prompt")
+    if option(words, _N_PROMPT, {}) is None:
         words += ["--n-prompt", "0"]
     budgets = sweep_budgets(model, steps)
     fitting = [
@@ -220,12 +255,16 @@ def run_sweep(args: Sequence[str], steps: int, png: Path | None, *, as_json: boo
     if len(fitting) < len(budgets):
         say(f"sizes   from {budgets[len(fitting)] / MIB:.0f} MiB on do not fit and are left out")
     points: list[Point] = []
+    code = 0
     try:
         with click.progressbar(fitting, label="sweep", file=sys.stderr, show_pos=True) as bar:
             for budget in bar:
                 more = ["--load-mode", "longhaul", "--longhaul-cache", f"{budget}B"]
                 rows = bench_rows([*words, *more])
                 points += [_point(row, budget, model) for row in rows if row["n_gen"]]
+    except LonghaulError as e:  # what was measured is worth something
+        say(f"error: {e}")
+        code = 1
     except KeyboardInterrupt:
         say(f"stopped after {len(points)} of {len(fitting)} sizes")
     if not points:
@@ -242,7 +281,7 @@ def run_sweep(args: Sequence[str], steps: int, png: Path | None, *, as_json: boo
         plot_sweep(
             [(point.slot_bytes, point.tokens_per_s) for point in points], model.expert_bytes, png
         )
-    return 0
+    return code
 
 
 def _point(row: Row, budget: int, model: MoeModel) -> Point:
@@ -295,13 +334,18 @@ def run_compare(args: Sequence[str], cache: str, rounds: int, *, as_json: bool) 
         "mmap": ["--load-mode", "mmap"],
     }
     rates: dict[str, dict[str, list[float]]] = {mode: {} for mode in modes}
-    with _limit(plan) as (cgroup, said):
+    n_prompt, n_gen = _count(words, _N_PROMPT, N_PROMPT), _count(words, _N_GEN, N_GEN)
+    tests = [(n_prompt, 0)] * (n_prompt > 0) + [(0, n_gen)] * (n_gen > 0)
+    if not tests:
+        raise ConfigError("--n-prompt and --n-gen are 0: there is nothing to compare")
+    rest = _without(words, (*_N_PROMPT, *_N_GEN))
+    with _ended_by_signals(), _limit(plan) as (cgroup, said):
         say(said)
-        for _ in range(rounds):
-            for mode, more in modes.items():
-                _drop_page_cache()
-                for row in bench_rows([*words, *more, "--no-warmup", "-r", "1"], cgroup):
-                    rates[mode].setdefault(_test_name(row), []).append(row["avg_ts"])
+        for _, test, (mode, more) in product(range(rounds), tests, modes.items()):
+            sizes = ["--n-prompt", str(test[0]), "--n-gen", str(test[1])]
+            _drop_page_cache()  # each test in a process of its own: all of them begin cold
+            for row in bench_rows([*rest, *sizes, *more, "--no-warmup", "-r", "1"], cgroup):
+                rates[mode].setdefault(_test_name(row), []).append(row["avg_ts"])
     found = [
         {
             "test": test,
@@ -327,21 +371,47 @@ def _test_name(row: Row) -> str:
     return "+".join(parts) + (f" @ d{row['n_depth']}" if row["n_depth"] else "")
 
 
+def _without(args: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return options without some that have a value."""
+    kept, skips = [], False
+    for word in args:
+        if skips or spelled(word) in names:
+            skips = not skips
+        else:
+            kept.append(word)
+    return kept
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have signals that end a process unwind it first: a cgroup is not to stay behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextmanager
 def _limit(plan: RunPlan) -> Iterator[tuple[Cgroup | None, str]]:
     """Yield a cgroup of what is planned, or None, and the line that says which."""
     limit_bytes = plan.planned.total_bytes
-    try:
-        made = make_cgroup()
-        cgroup = made.__enter__()
-    except OSError as e:
-        yield None, f"limit   none: no memory cgroup can be made here ({e.strerror or e})"
-        return
-    try:
-        cgroup.set_limit(limit_bytes)
+    with ExitStack() as stack:
+        try:
+            cgroup = stack.enter_context(make_cgroup())
+            cgroup.set_limit(limit_bytes)
+        except OSError as e:
+            yield None, f"limit   none: no memory cgroup can be made here ({e.strerror or e})"
+            return
         yield cgroup, f"limit   {limit_bytes / MIB:.0f} MiB for both, page cache included"
-    finally:
-        made.__exit__(None, None, None)
 
 
 def _drop_page_cache() -> None:

@@ -504,7 +504,7 @@ def preparing(prepare: PrepareFunction) -> Iterator[None]:
         try:
             text = ffi.string(cache).decode() if cache else None
             prepare(Path(os.fsdecode(ffi.string(path))), text, n_ctx, n_ubatch)
-        except LonghaulError as e:
+        except Exception as e:  # whatever it is, the tool says it
             kept[:] = [ffi.new("char[]", str(e).encode())]
             error[0] = kept[0]
             return int(lib.LH_STATUS_CALLBACK)

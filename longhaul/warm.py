@@ -19,6 +19,7 @@ KEPT_SHARE = 0.5  # of what runs before have counted
 STEP_BYTES = 8 * 2**20  # read at a time: what a request that comes just then may have to wait for
 IDLE_S = 0.1  # without a ubatch
 POLL_S = 0.02
+MAX_COUNT = 2.0**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,12 @@ def read_uses(path: Path, model: MoeModel) -> tuple[Uses | None, str]:
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}")
         counts = tuple(tuple(float(n) for n in layer) for layer in values["counts"])
+        if not all(0 <= n < MAX_COUNT for layer in counts for n in layer):
+            raise ValueError("a count is none")
         found = Uses(str(values["fingerprint"]), counts)
     except FileNotFoundError:
         return None, f"{path} is not there yet"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as e:
         return None, f"{path} cannot be used: {e}"
     shape = [layer.n_expert for layer in model.layers]
     if found.fingerprint != model.fingerprint or [len(layer) for layer in found.counts] != shape:
@@ -133,6 +136,8 @@ def _fill(
             n_read += engine.fill(index, experts, len(experts))
         tell(f"warm    {n_read} experts read")
     except (LonghaulError, OSError) as e:
+        if is_over.is_set() or not engine.is_ready:  # the model has been freed
+            return
         tell(f"warning warming up has ended: {e}")
 
 

@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import os
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from commands import environment, run
+from commands import Running, environment, run
 
 from longhaul import bench_run
 from longhaul.bench import compare, sweep
@@ -79,6 +81,34 @@ def test_warm_up_is_reuse_and_without_it_nothing_is_there(chat_model: Path) -> N
     assert 0 < cold[1]["hit_rate"] < 1  # it began anew
     per_token = cold[0]["mib_per_token"] * 32
     assert 0 < per_token <= read_index(chat_model).expert_bytes / MIB * 1.001
+
+
+def test_a_depth_is_not_in_the_figures(chat_model: Path) -> None:
+    """Of a prompt before the test only its context is left: neither its time nor its reads."""
+    args = ("--model", chat_model, "-p", "0", "-n", "4", "-r", "1", "-t", "2", "-o", "jsonl")
+    result = run("longhaul-bench", *args, "--longhaul-cache", "1MiB", "-d", "0,900", "--no-warmup")
+    assert result.code == 0, result.err
+    flat, deep = [json.loads(line) for line in result.out.splitlines()]
+    most = read_index(chat_model).token_cycle_bytes / MIB  # that a token can read
+    assert 0 < flat["mib_per_token"] <= most
+    assert 0 < deep["mib_per_token"] <= most
+    (kv,) = {line for line in result.lines if "planned" in line and "KV cache" in line}
+    assert "KV cache 1 " in kv  # for the deepest of both
+
+
+def test_a_failed_read_ends_a_bench_in_order(chat_model: Path, tmp_path: Path) -> None:
+    path, trace = tmp_path / "m.gguf", tmp_path / "t.trace"
+    path.write_bytes(chat_model.read_bytes())
+    args = ("--model", path, "-p", "0", "-n", "4000", "-r", "9", "-t", "2", "--no-warmup")
+    small = ("--longhaul-cache", "1MiB", "--longhaul-trace", trace)
+    with Running("longhaul-bench", *args, *small) as running:
+        running.wait_for("planned", err=True)
+        time.sleep(1)
+        os.utime(path, ns=(1, 1))
+        result = running.end()
+    assert result.code == 1
+    assert "has changed since it was opened" in result.line("error:")
+    assert trace.exists()  # and it is whole
 
 
 def test_every_format_has_the_columns(chat_model: Path) -> None:
@@ -289,6 +319,7 @@ def test_both_run_in_turn_under_the_same_limit(chat_model: Path, own_cgroup: Cgr
     assert "MiB for both, page cache included" in result.line("limit")
     found = json.loads(result.out)
     assert [entry["test"] for entry in found] == ["pp32", "tg8"]
+    assert list(Path("/sys/fs/cgroup").glob("**/longhaul-*")) == [own_cgroup.folder]
     assert all(entry["longhaul"] > 0 and entry["mmap"] > 0 for entry in found)
     assert all(entry["limit_bytes"] > 50 * MIB for entry in found)
 
@@ -301,12 +332,61 @@ def test_medians_and_ratio(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_run, "_drop_page_cache", lambda: None)
     speeds = [4.0, 1.0, 6.0, 2.0, 9.0, 30.0]  # in turn
     calls = fake_rows(monkeypatch, lambda n: [row(speeds[n - 1])])
-    result = invoke(compare, "-m", tiny, "--longhaul-cache", "1MiB")
+    result = invoke(compare, "-m", tiny, "--longhaul-cache", "1MiB", "-p", "0", "-n", "8")
     assert result.exit_code == 0
     assert "limit   none: no memory cgroup can be made here (Operation not perm" in result.stderr
     assert "| tg8 | 6.00 | 2.00 | 3.00x |" in result.stdout
     modes = [call[call.index("--load-mode") + 1] for call in calls]
     assert modes == ["longhaul", "mmap"] * 3
+    calls.clear()
+    invoke(compare, "-m", tiny, "--longhaul-cache", "1MiB", "-p", "4", "-n", "8", "--rounds", "1")
+    sizes = [call[call.index("--n-prompt") : call.index("--n-prompt") + 4] for call in calls]
+    prompt, words = ["--n-prompt", "4", "--n-gen", "0"], ["--n-prompt", "0", "--n-gen", "8"]
+    assert sizes == [prompt, prompt, words, words]  # each cold
+    assert all("-p" not in call and "-n" not in call for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-n", "8,16"], "--n-gen has several values"),
+        (["-n", "8", "-n", "16"], "--n-gen has several values"),
+        (["-n", "8-32*2"], "'8-32*2' is not one number"),
+        (["-t", "1,2"], "--threads has several values"),
+        (["-pg", "16,4"], "-pg cannot be used here"),
+    ],
+)
+@pytest.mark.parametrize("command", [sweep, compare])
+def test_lists_are_refused_where_runs_are_compared(
+    command: click.Command, args: list[str], said: str, tiny: Path
+) -> None:
+    result = invoke(command, "-m", tiny, *args)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_size_that_fails_keeps_what_was_measured(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(n: int) -> Rows:
+        if n == 3:
+            raise NativeError("the bench failed: killed")
+        return [row(float(n))]
+
+    fake_rows(monkeypatch, answer)
+    result = invoke(sweep, "-m", tiny)
+    assert result.exit_code == 1
+    assert "the bench failed: killed" in result.stderr
+    assert result.stdout.count("| 2.00 |") == 1
+
+
+def test_a_run_that_is_ended_leaves_no_cgroup_behind(chat_model: Path, own_cgroup: Cgroup) -> None:
+    args = ("compare", "--model", chat_model, "--longhaul-cache", "1MiB", "-n", "20000", "-p", "0")
+    with Running("longhaul-bench", *args) as running:
+        running.wait_for("limit   .* MiB for both", err=True)
+        running.terminate()
+        assert running.end().code == 143
+    assert list(Path("/sys/fs/cgroup").glob("**/longhaul-*")) == [own_cgroup.folder]
 
 
 def test_a_run_that_fails_is_told(tiny: Path) -> None:

@@ -58,6 +58,10 @@ def test_uses_are_kept_and_those_before_count_half(model: MoeModel, tmp_path: Pa
         '{"format": 2}',
         '{"format": 1}',
         '{"format": 1, "counts": 5}',
+        '{"format": 1, "counts": [[1%s]], "fingerprint": ""}' % ("0" * 400),
+        '{"format": 1, "counts": [[NaN]], "fingerprint": ""}',
+        '{"format": 1, "counts": [[Infinity]], "fingerprint": ""}',
+        '{"format": 1, "counts": [[-1]], "fingerprint": ""}',
     ],
 )
 def test_a_file_that_is_damaged_is_of_no_use(text: str, model: MoeModel, tmp_path: Path) -> None:

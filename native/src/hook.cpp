@@ -389,7 +389,7 @@ lh_status lh_stream_give_back(lh_stream * stream, int64_t * n_bytes) {
 }
 
 lh_phase lh_stream_phase(const lh_stream * stream) {
-    return static_cast<lh_phase>(stream->phase);
+    return static_cast<lh_phase>(stream->phase.load());
 }
 
 lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads) {

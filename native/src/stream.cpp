@@ -548,6 +548,12 @@ void lh_stream::check_free(const lh::stream_layer & layer, const lh_load * loads
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) +
                                                             ": a slot that is taken, or an expert that is there");
         }
+        for (int32_t j = 0; j < i; j++) {
+            if (loads[i].expert == loads[j].expert || loads[i].slot == loads[j].slot) {
+                throw lh::error(LH_STATUS_INVALID_ARGUMENT,
+                                "layer " + std::to_string(layer.layer) + ": an expert or slot is named twice");
+            }
+        }
     }
 }
 

@@ -173,7 +173,7 @@ struct lh_stream {
     const uint32_t                n_ubatch_unstaged;
     std::vector<lh::stream_layer> layers;
     lh_live *                     live; // outlives the stream
-    int32_t                       phase      = LH_N_PHASES;
+    std::atomic<int32_t>          phase      = { LH_N_PHASES };
     std::atomic<bool>             has_failed = { false };
     std::string                   failure;        // why the last ubatch that failed did, for whoever asked for it
     bool                          is_dry = false; // the running ubatch loads nothing
