@@ -187,11 +187,15 @@ def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(
 
 
 UPCYCLES = """
+import os
 import sys
+import time
 from itertools import count
 from pathlib import Path
 from longhaul import demo
 
+written = os.fsync
+os.fsync = lambda file: (time.sleep(0.01), written(file))  # so that most kills come meanwhile
 print("begin", flush=True)
 for seed in count(1):
     demo.upcycle(Path(sys.argv[1]), Path(sys.argv[2]), seed=seed % 2)

@@ -87,7 +87,9 @@ def test_modes_links_and_devices_stay(tmp_path: Path) -> None:
 
 
 WRITES = """
+import os
 import sys
+import time
 from itertools import count
 from pathlib import Path
 from longhaul.figures import RunFigures, write_json
@@ -95,6 +97,8 @@ from longhaul.stats import Counters, Record, Stats
 
 stats = Stats(Counters(), Counters())
 records = (Record(1.0, False, Counters(n_tokens=1)),) * 300
+written = os.fsync
+os.fsync = lambda file: (time.sleep(0.01), written(file))  # so that most kills come meanwhile
 print("begin", flush=True)
 for i in count():
     run = RunFigures("m", "a", (1,), 1, i, "lru", 1, 1, 0, 1, 1, stats, records)
