@@ -21,13 +21,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from longhaul.budget import MIB, MemoryLimit, RunSizes, plan_memory, slots_bytes
+from longhaul.cgroups import make_cgroup
 from longhaul.config import Config
 from longhaul.index import read_index
 from longhaul.launch import LEAST_CONTEXT
@@ -35,24 +33,8 @@ from longhaul.library import openmp_environment
 from longhaul.report import planned_memory
 
 Run = dict[str, Any]
-CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 GNU_OPENMP_SPINS = "300000"  # its default, which streaming runs change
 WORKER = Path(__file__).with_name("worker.py")
-
-
-@contextmanager
-def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
-    """Make a cgroup with this limit, yield its list of processes; raises OSError if it cannot."""
-    if CGROUP_V1.is_dir():
-        folder, limit = CGROUP_V1 / f"longhaul-{uuid.uuid4().hex}", "memory.limit_in_bytes"
-    else:
-        folder, limit = Path("/sys/fs/cgroup") / f"longhaul-{uuid.uuid4().hex}", "memory.max"
-    folder.mkdir()
-    try:
-        (folder / limit).write_text(str(limit_bytes))
-        yield folder / "cgroup.procs"
-    finally:
-        folder.rmdir()
 
 
 def planned_bytes(model: Path, n_slots: int) -> int:
@@ -111,8 +93,9 @@ def run_cold(command: list[str], limit_bytes: int, env: dict[str, str]) -> Run:
     Path("/proc/sys/vm/drop_caches").write_text("3")
     if not limit_bytes:
         return parse(subprocess.run(command, env=env, capture_output=True, text=True))
-    with memory_cgroup(limit_bytes) as procs:
-        shell = ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", *command]
+    with make_cgroup() as cgroup:
+        cgroup.set_limit(limit_bytes)
+        shell = cgroup.within(command)
         return parse(subprocess.run(shell, env=env, capture_output=True, text=True))
 
 

@@ -19,9 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compare import memory_cgroup
-
 from longhaul.budget import MIB, least_budget_bytes
+from longhaul.cgroups import make_cgroup
 from longhaul.index import read_index
 
 PROMPT_TEXT = "The sea is wide and the night is long, so they sat down and told stories. "
@@ -44,13 +43,6 @@ def planned_bytes(args: list[str]) -> int:
     return int(json.loads(done.stdout)["planned_bytes"])
 
 
-def n_oom_kills(procs: Path) -> int:
-    """Return how many processes of a cgroup the kernel killed."""
-    names = [procs.with_name(name) for name in ("memory.oom_control", "memory.events")]
-    text = next(path for path in names if path.exists()).read_text()
-    return int(re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)[0])
-
-
 def measure(model: Path, n_ctx: int, n_ubatch: int, share: float, mode: str) -> tuple[str, bool]:
     """Run one combination; return its row, and whether the plan was kept."""
     layers = read_index(model).layers
@@ -61,15 +53,16 @@ def measure(model: Path, n_ctx: int, n_ubatch: int, share: float, mode: str) -> 
     args += ["--ctx-size", str(n_ctx), "--ubatch-size", str(n_ubatch)]
     args += ["--batch-size", str(max(n_ubatch, 2048))]
     limit = planned_bytes(args)
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompt, memory_cgroup(limit) as procs:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompt, make_cgroup() as cgroup:
+        cgroup.set_limit(limit)
         prompt.write(PROMPT_TEXT * (n_prompt // 18))  # tokens of the text
         prompt.flush()
         args += ["--file", prompt.name, "-n", str(N_GEN), "-no-cnv", "--temp", "0", "--ignore-eos"]
-        words = ["sh", "-c", f'echo 0 > {procs} && exec "$@"', "sh", *command("completion", *args)]
+        words = cgroup.within(command("completion", *args))
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=dict(os.environ)
         )
-        killed = n_oom_kills(procs)
+        killed = cgroup.n_oom_kills
     found = re.findall(r"peak RSS (\d+) MiB", done.stderr)
     peak = int(found[0]) * MIB if found else 0
     tokens = re.findall(r"^longhaul: prompt  (\d+)", done.stderr, re.MULTILINE)

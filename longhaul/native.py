@@ -345,14 +345,18 @@ class Stream(_Handle):
         check(_lib().lh_stream_give_back(self.pointer, n_bytes))
         return int(n_bytes[0])
 
+    def _table(self, layer_index: int) -> Any:
+        table = _ffi().new("lh_slot_table *")
+        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        return table
+
     def slot_table(self, layer_index: int) -> tuple[Any, Any, Any]:
         """Return slot_of (n_expert,), expert_of (n_slots,) and last_use (n_slots,).
 
         They are the native side's own memory, valid until `close`.
         """
         ffi = _ffi()
-        table = ffi.new("lh_slot_table *")
-        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        table = self._table(layer_index)
         shape = self._shapes[layer_index]
         n_expert, n_slots = shape.n_expert, shape.n_slots
         return (
@@ -364,15 +368,13 @@ class Stream(_Handle):
     def n_uses(self, layer_index: int) -> Any:
         """Return how many ubatches have used each slot (n_slots,), the native side's own memory."""
         ffi = _ffi()
-        table = ffi.new("lh_slot_table *")
-        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        table = self._table(layer_index)
         return ffi.cast(f"int64_t (*)[{self._shapes[layer_index].n_slots}]", table.n_uses)[0]
 
     def n_needed(self, layer_index: int) -> list[int]:
         """Return how many decoded ubatches have needed each expert (n_expert,)."""
         ffi = _ffi()
-        table = ffi.new("lh_slot_table *")
-        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        table = self._table(layer_index)
         return ffi.unpack(table.n_needed, self._shapes[layer_index].n_expert)
 
     @property
@@ -457,8 +459,7 @@ class Stream(_Handle):
 
     def table_offsets(self, layer_index: int) -> dict[str, int]:
         """Return where a layer's slot table lies in lh_live."""
-        table = _ffi().new("lh_slot_table *")
-        check(_lib().lh_stream_slot_table(self.pointer, layer_index, table))
+        table = self._table(layer_index)
         base = int(_ffi().cast("uintptr_t", self._live))
         return {
             name: int(_ffi().cast("uintptr_t", getattr(table, name))) - base
@@ -495,7 +496,7 @@ PrepareFunction = Callable[[Path, str | None, int, int], None]
 def preparing(prepare: PrepareFunction) -> Iterator[None]:
     """Have a tool tell before it loads a model: path, cache or None for whole, n_ctx, n_ubatch.
 
-    What the function raises of ours is why the tool cannot.
+    Whatever the function raises is why the tool cannot.
     """
     ffi, lib = _ffi(), _lib()
     kept: list[Any] = []  # the text has to live on
