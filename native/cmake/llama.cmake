@@ -16,6 +16,8 @@ set(LLAMA_USE_PREBUILT_UI OFF)
 # GCC warns thousands of times about its own vector headers, which would drown the progress.
 option(LLAMA_ALL_WARNINGS "llama: enable all compiler warnings" OFF)
 option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
+# Small, and without libraries of its own: other machines can be used with every build.
+option(GGML_RPC "ggml: use RPC" ON)
 
 # The source package carries no history. Git must not take the repository around the build folder
 # for llama.cpp's: its commit would be compiled in, and no compilation would ever hit a cache.
