@@ -150,22 +150,16 @@ class Engine(Closing):
             self._on_failure(e)
 
     def _open_stream(self, files: Sequence[int]) -> Stream:
-        limit = ubatch_limit(self.model.layers, self.n_slots)
-        if limit is None:
-            n_ubatch = (NO_UBATCH_LIMIT, NO_UBATCH_LIMIT)
-        else:
-            n_ubatch = {
-                "auto": (NO_UBATCH_LIMIT, limit),
-                "keep": (NO_UBATCH_LIMIT, 0),
-                "shrink": (limit, limit),
-            }[self._ubatch]
+        limit = None
+        if self._ubatch == "shrink":
+            limit = ubatch_limit(self.model.layers, self.n_slots)
         stream = Stream(
             self.model.path,
             [
                 self._shape(layer, n_slots)
                 for layer, n_slots in zip(self.model.layers, self.n_slots, strict=True)
             ],
-            n_ubatch,
+            NO_UBATCH_LIMIT if limit is None else limit,
             self.pool,
             self._functions(),
         )
@@ -176,12 +170,16 @@ class Engine(Closing):
         return stream
 
     def _shape(self, layer: MoeLayer, n_slots: int) -> LayerShape:
-        if self._ubatch == "shrink":
-            stages = [1] * (layer.n_expert + 1)
-        else:
-            selected = range(layer.n_expert + 1)
-            stages = [stage_count(n, n_slots, layer.n_expert) for n in selected]
-        return LayerShape(layer.layer, layer.n_expert, layer.n_expert_used, n_slots, stages)
+        selected = range(layer.n_expert + 1)
+        stages, stages_device = (
+            [1] * (layer.n_expert + 1)
+            if self._ubatch == "shrink"
+            else [stage_count(n, n_slots, layer.n_expert, on_device=on_device) for n in selected]
+            for on_device in (False, True)
+        )
+        return LayerShape(
+            layer.layer, layer.n_expert, layer.n_expert_used, n_slots, stages, stages_device
+        )
 
     def _functions(self) -> StreamFunctions:
         return StreamFunctions(

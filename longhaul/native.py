@@ -42,6 +42,9 @@ class LayerShape:
     n_expert_used: int
     n_slots: int
     n_stages: Sequence[int]
+    n_stages_device: Sequence[int]  # where slots are on a device
+    n_tier: int = 0  # experts that ordinary memory has room for behind the slots
+    n_locked: int = 0  # of these, in page-locked memory where there is such
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +209,11 @@ class Stream(_Handle):
         self,
         path_model: Path,
         shapes: Sequence[LayerShape],
-        n_ubatch: tuple[int, int],
+        n_ubatch: int,
         pool: ReadPool,
         functions: StreamFunctions,
     ) -> None:
-        """Describe a model; `n_ubatch` are the most tokens of a ubatch with stages and without."""
+        """Describe a model; `n_ubatch` are the most tokens of a ubatch."""
         ffi = _ffi()
         self._shapes = tuple(shapes)
         self._callbacks = (
@@ -223,18 +226,21 @@ class Stream(_Handle):
         self._on_failure = functions.on_failure
         self._pool = pool  # outlives the stream
         self.error: BaseException | None = None  # what a callback raised
-        tables = [ffi.new("int32_t[]", list(shape.n_stages)) for shape in shapes]
+        tables = [
+            tuple(ffi.new("int32_t[]", list(n)) for n in (shape.n_stages, shape.n_stages_device))
+            for shape in shapes
+        ]
         c_shapes = ffi.new(
             "lh_layer_shape[]",
             [
-                (shape.layer, shape.n_expert, shape.n_expert_used, shape.n_slots, table)
-                for shape, table in zip(shapes, tables, strict=True)
+                (s.layer, s.n_expert, s.n_expert_used, s.n_slots, s.n_tier, s.n_locked, *both)
+                for s, both in zip(shapes, tables, strict=True)
             ],
         )
         params = ffi.new("lh_stream_params *")
         path = ffi.new("char[]", os.fsencode(path_model))
         params.path_model, params.shapes, params.n_layers = path, c_shapes, len(shapes)
-        params.n_ubatch_staged, params.n_ubatch_unstaged = n_ubatch
+        params.n_ubatch = n_ubatch
         params.pool = pool.pointer
         self._live_file = _memory_file()
         os.ftruncate(self._live_file.fileno(), _lib().lh_live_bytes(c_shapes, len(shapes)))
@@ -389,7 +395,7 @@ class Stream(_Handle):
 
     def fill(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
         """Read (expert, slot) pairs into free slots, while paused; raises ReadError."""
-        items = _ffi().new("lh_load[]", loads)
+        items = _ffi().new("lh_load[]", [(*load, -1, False) for load in loads])
         check(_lib().lh_stream_fill(self.pointer, layer_index, items, len(loads)))
 
     def record(self, file: int | None) -> None:
@@ -401,17 +407,17 @@ class Stream(_Handle):
 
     def load(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
         """Have all that is missing read into slots: (expert, slot) pairs. Only in on_plan."""
-        items = _ffi().new("lh_load[]", loads)
+        items = _ffi().new("lh_load[]", [(*load, -1, False) for load in loads])
         check(_lib().lh_stream_load(self.pointer, layer_index, items, len(loads)))
 
     def load_ahead(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
         """Start to read (expert, slot) pairs into free slots. Only in on_ahead."""
-        items = _ffi().new("lh_load[]", loads)
+        items = _ffi().new("lh_load[]", [(*load, -1, False) for load in loads])
         check(_lib().lh_stream_load_ahead(self.pointer, layer_index, items, len(loads)))
 
     def set_stages(self, layer_index: int, places: Sequence[tuple[int, int, int, bool]]) -> None:
         """Say (stage, expert, slot, is_load) of every needed expert. Only in on_plan."""
-        items = _ffi().new("lh_place[]", places)
+        items = _ffi().new("lh_place[]", [(*place, -1, False) for place in places])
         check(_lib().lh_stream_set_stages(self.pointer, layer_index, items, len(places)))
 
     def count_evictions(self, n: int) -> None:
@@ -442,7 +448,8 @@ class Stream(_Handle):
         """Return offsets in lh_live, for a reader that has no header: names and numbers only."""
         ffi, lib = _ffi(), _lib()
         offset, size = ffi.offsetof, ffi.sizeof
-        numbers = ("slot_bytes", "repacked_bytes", "n_records", "n_replies")
+        numbers = ("slot_bytes", "repacked_bytes", "device_bytes", "tier_bytes", "locked_bytes")
+        numbers += ("n_records", "n_replies")
 
         def ring(name: str, item: str, n_kept: int) -> dict[str, int]:
             return {"offset": offset("lh_live", name), "item_bytes": size(item), "n_kept": n_kept}
@@ -477,6 +484,7 @@ def _counters(c: Any) -> Counters:
         n_tokens=c.n_tokens,
         n_hits=c.n_hits,
         n_misses=c.n_misses,
+        n_tier_hits=c.n_tier_hits,
         n_evictions=c.n_evictions,
         read_bytes=c.read_bytes,
         compute_s=c.compute_us / 1e6,

@@ -82,18 +82,18 @@ def kept_slots(n_slots: int) -> int:
     return n_slots // 4
 
 
-def stage_count(n_selected: int, n_slots: int, n_expert: int) -> int:
+def stage_count(n_selected: int, n_slots: int, n_expert: int, *, on_device: bool = False) -> int:
     """Return the stages that always suffice for a ubatch that selects up to `n_selected` experts.
 
     One where the slots hold every expert, so that misses are few. Two where they hold all of the
-    selected: those that are missing are read while the others are computed. Else two for what is
-    resident, and two for each round of the slots that take turns, whose halves are loaded and
+    selected: those that are missing are read while the others are computed, except on a device,
+    where each stage costs a round trip to the CPU. Else two for what is resident, and two for each round of the slots that take turns, whose halves are loaded and
     computed in turn.
     """
     if n_slots >= n_expert:
         return 1
     if n_selected <= n_slots:
-        return 2
+        return 1 if on_device else 2
     n_turning = n_slots - kept_slots(n_slots)
     if n_turning == 1:
         return 1 + n_selected

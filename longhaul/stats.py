@@ -11,6 +11,7 @@ class Counters:
     n_tokens: int = 0
     n_hits: int = 0
     n_misses: int = 0
+    n_tier_hits: int = 0  # loads that came from the tier of ordinary memory behind device slots
     n_evictions: int = 0
     read_bytes: int = 0
     compute_s: float = 0.0  # whole ubatches, waiting included

@@ -92,11 +92,14 @@ LH_API int64_t lh_read_pool_buffer_bytes(const lh_read_pool * pool);
 typedef struct lh_stream lh_stream;
 
 typedef struct lh_layer_shape {
-    int32_t         layer;         // block index in the model
-    int32_t         n_expert;      // routed experts
-    int32_t         n_expert_used; // chosen for each token
-    int32_t         n_slots;       // 1 .. n_expert
-    const int32_t * n_stages;      // [n_expert + 1] stages of a ubatch that selects so many distinct experts at most
+    int32_t         layer;           // block index in the model
+    int32_t         n_expert;        // routed experts
+    int32_t         n_expert_used;   // chosen for each token
+    int32_t         n_slots;         // 1 .. n_expert
+    int32_t         n_tier;          // experts that ordinary memory has room for behind the slots: 0 .. n_expert
+    int32_t         n_locked;        // of these, the first ones: in page-locked memory where the device offers such
+    const int32_t * n_stages;        // [n_expert + 1] stages of a ubatch that selects so many distinct experts at most
+    const int32_t * n_stages_device; // [n_expert + 1] the same where slots are on a device
 } lh_layer_shape;
 
 // The slot table of one layer, in lh_live. Both sides read it; stamps are written by the sync op, the rest by the caller of the API.
@@ -117,8 +120,9 @@ typedef enum lh_phase {
 typedef struct lh_counters {
     int64_t n_ubatches;
     int64_t n_tokens;
-    int64_t n_hits;   // distinct (layer, expert) of a ubatch that were resident
-    int64_t n_misses; // distinct (layer, expert) of a ubatch that were not
+    int64_t n_hits;      // distinct (layer, expert) of a ubatch that were resident
+    int64_t n_misses;    // distinct (layer, expert) of a ubatch that were not
+    int64_t n_tier_hits; // loads that came from the tier of ordinary memory, and not from a file
     int64_t n_evictions;
     int64_t read_bytes;
     int64_t compute_us; // from the start to the end of the ubatches, waiting included
@@ -160,6 +164,9 @@ enum { LH_N_RECORDS = 4096, LH_N_REPLIES = 64 };
 typedef struct lh_live {
     int64_t     slot_bytes;            // of the slot tensors of the model that was loaded last
     int64_t     repacked_bytes;        // of those, in the CPU's repacked layout
+    int64_t     device_bytes;          // of those, on devices
+    int64_t     tier_bytes;            // of the tier behind them
+    int64_t     locked_bytes;          // of those, page-locked
     int64_t     n_records;             // ever written; the last one is records[(n_records - 1) % LH_N_RECORDS]
     lh_counters counters[LH_N_PHASES]; // since the stream was made; those of the running ubatch's phase grow
     lh_record   records[LH_N_RECORDS];
@@ -194,13 +201,12 @@ typedef void (*lh_failure_fn)(void * user_data, lh_status status);
 typedef void (*lh_reset_fn)(void * user_data);
 
 typedef struct lh_stream_params {
-    const char *           path_model;        // as the model is loaded with
-    const lh_layer_shape * shapes;            // [n_layers]
+    const char *           path_model; // as the model is loaded with
+    const lh_layer_shape * shapes;     // [n_layers]
     int32_t                n_layers;
-    int32_t                n_ubatch_staged;   // contexts get min(this, their n_ubatch) where stages can be computed,
-    int32_t                n_ubatch_unstaged; // and min(this, their n_ubatch) where not; 0: such contexts are refused
-    lh_read_pool *         pool;              // must outlive the stream
-    lh_live *              live;              // must outlive the stream; lh_live_bytes of it
+    int32_t                n_ubatch;   // contexts get min(this, their n_ubatch)
+    lh_read_pool *         pool;       // must outlive the stream
+    lh_live *              live;       // must outlive the stream; lh_live_bytes of it
     lh_plan_fn             on_plan;
     lh_ahead_fn            on_ahead;
     lh_complete_fn         on_complete;
@@ -212,6 +218,9 @@ typedef struct lh_stream_params {
 typedef struct lh_load {
     int32_t expert;
     int32_t slot;
+    int32_t
+         tier_slot;  // of the tier: where its bytes are, or where they are read to on their way; -1: it stays out of it
+    bool is_in_tier; // nothing is read
 } lh_load;
 
 // Bytes of lh_live and the tables behind it.
@@ -281,7 +290,9 @@ typedef struct lh_place {
     int32_t stage; // 0 .. n_stages of the request
     int32_t expert;
     int32_t slot;
-    bool    is_load; // false: the slot holds the expert already
+    bool    is_load;   // false: the slot holds the expert already
+    int32_t tier_slot; // of a load: see lh_load
+    bool    is_in_tier;
 } lh_place;
 
 // Say in which stage each needed expert is computed, and from which slot. A slot is used once in a stage, and first by what it

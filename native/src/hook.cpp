@@ -145,6 +145,15 @@ static int32_t hook_n_stages(const ggml_tensor * weight, int64_t n_selected) {
     return layer.stream->n_stages_for(layer, n_selected);
 }
 
+static const void * hook_device_layer(const ggml_tensor * weight) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    const auto                  it = slot_tensors.find(weight);
+    if (it == slot_tensors.end() || !is_on_device(it->second.layer->tensors[it->second.tensor].kind)) {
+        return nullptr;
+    }
+    return it->second.layer;
+}
+
 static void * hook_stage(const ggml_tensor * weight, int32_t stage) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     const auto                  it = slot_tensors.find(weight);
@@ -171,7 +180,7 @@ static bool hook_end(void * handle) {
     return static_cast<model_handle *>(handle)->stream->end() && is_whole;
 }
 
-static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_tensor *, int ith, int, void * userdata) {
+static void hook_sync(ggml_tensor * dst, int ith, int, void * userdata) {
     const sync_point & point  = *static_cast<sync_point *>(userdata);
     lh_stream *        stream = point.layer->stream;
     if (stream->phase == LH_N_PHASES) {
@@ -183,14 +192,13 @@ static void hook_sync(ggml_tensor * dst, const ggml_tensor * ids, const ggml_ten
     }
     lh_status status = LH_STATUS_STATE;
     if (!stream->has_failed && !is_cancelled && !stream->is_dry) {
-        status = guarded([&] { stream->sync(point, dst, ids); });
+        status = guarded([&] { stream->sync(point, dst, dst->src[0]); });
         if (status != LH_STATUS_OK) {
             stream->fail(status);
         }
     }
-    if (status !=
-        LH_STATUS_OK) { // nobody gets the results of what still runs: no rows where kernels skip them, or any slot
-        std::memset(dst->data, stream->can_stage() ? -1 : 0, ggml_nbytes(dst));
+    if (status != LH_STATUS_OK) {
+        stream->fill_harmless(point, dst);
     }
     stream->release_crew();
 }
@@ -272,6 +280,7 @@ static const llama_stream_hook hook = {
     /* n_ubatch  */ hook_n_ubatch,
     /* n_nodes   */ hook_n_nodes,
     /* n_stages  */ hook_n_stages,
+    /* device    */ hook_device_layer,
     /* stage     */ hook_stage,
     /* sync      */ hook_sync,
     /* begin     */ hook_begin,
@@ -293,9 +302,8 @@ int64_t lh_live_bytes(const lh_layer_shape * shapes, int32_t n_layers) {
 
 lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream) {
     return lh::guarded([&] {
-        if (!params->path_model || params->n_layers < 1 || params->n_ubatch_staged < 0 ||
-            params->n_ubatch_unstaged < 0 || !params->pool || !params->live || !params->on_plan || !params->on_ahead ||
-            !params->on_complete || !params->on_reset || !params->on_failure) {
+        if (!params->path_model || params->n_layers < 1 || params->n_ubatch < 0 || !params->pool || !params->live ||
+            !params->on_plan || !params->on_ahead || !params->on_complete || !params->on_reset || !params->on_failure) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a pool, memory and callbacks");
         }
         *stream = new lh_stream(*params);

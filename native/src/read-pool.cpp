@@ -152,11 +152,7 @@ static bool read_in_place(const read_file & file, const read_chunk & chunk, uint
 }
 #endif
 
-static void read(const read_file & file, const read_chunk & chunk, uint8_t * buffer) {
-    if (!chunk.dst) {
-        chunk.sink(read_into(file, chunk.offset, chunk.size, buffer));
-        return;
-    }
+static void read_to_dst(const read_file & file, const read_chunk & chunk, uint8_t * buffer) {
     if (file.mode != LH_FILE_MODE_DIRECT) {
         read_into(file, chunk.offset, chunk.size, chunk.dst);
         return;
@@ -168,6 +164,17 @@ static void read(const read_file & file, const read_chunk & chunk, uint8_t * buf
     }
 #endif
     std::memcpy(chunk.dst, read_into(file, chunk.offset, chunk.size, buffer), chunk.size);
+}
+
+static void read(const read_file & file, const read_chunk & chunk, uint8_t * buffer) {
+    if (!chunk.dst) {
+        chunk.sink(read_into(file, chunk.offset, chunk.size, buffer));
+        return;
+    }
+    read_to_dst(file, chunk, buffer);
+    if (chunk.sink) {
+        chunk.sink(chunk.dst);
+    }
 }
 
 // Switches caching off, proved by one real read.
@@ -250,6 +257,18 @@ void lh_read_pool::shut_down() noexcept {
 
 int64_t lh_read_pool::buffer_bytes() const {
     return static_cast<int64_t>(workers.size()) * (chunk_bytes + 2 * lh::block_bytes);
+}
+
+int64_t lh_read_pool::staging_bytes() const {
+    return buffer_bytes();
+}
+
+void lh_read_pool::set_staging(uint8_t * memory) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int64_t               each = chunk_bytes + 2 * lh::block_bytes;
+    for (size_t i = 0; i < workers.size(); i++) {
+        workers[i].staging = memory ? memory + i * each : nullptr;
+    }
 }
 
 int64_t lh_read_pool::busy_us() {
@@ -461,19 +480,25 @@ void lh_read_pool::work(worker & self) {
         job next = std::move(jobs.front());
         jobs.pop_front();
         if (!next.batch->failure) {
-            if (n_reading++ == 0) {
+            const bool is_read = !next.chunk.src;
+            if (is_read && n_reading++ == 0) {
                 reading_since_us = lh::now_us();
             }
+            uint8_t * buffer = !next.chunk.dst && self.staging ? self.staging : self.buffer;
             lock.unlock();
             std::exception_ptr failure;
             try {
-                lh::read(files[next.chunk.file], next.chunk, self.buffer);
-                lh::check_unchanged(files[next.chunk.file]);
+                if (is_read) {
+                    lh::read(files[next.chunk.file], next.chunk, buffer);
+                    lh::check_unchanged(files[next.chunk.file]);
+                } else {
+                    next.chunk.sink(next.chunk.src);
+                }
             } catch (...) {
                 failure = std::current_exception();
             }
             lock.lock();
-            if (--n_reading == 0) {
+            if (is_read && --n_reading == 0) {
                 n_busy_us += lh::now_us() - reading_since_us;
             }
             if (failure) {

@@ -37,12 +37,14 @@ struct read_group {
 
 // One contiguous read, small enough for a worker's buffer.
 struct read_chunk {
-    int32_t                                   file;
-    int64_t                                   offset;
-    int64_t                                   size;
-    uint8_t *                                 dst;   // where the bytes go; null: to the sink
-    std::function<void(const uint8_t * data)> sink;  // takes the bytes, on a worker thread
-    read_group *                              group; // null: none
+    int32_t   file;
+    int64_t   offset;
+    int64_t   size;
+    uint8_t * dst;                 // where the bytes go; null: to the sink
+    std::function<void(const uint8_t * data)>
+                    sink;          // takes the bytes, on a worker thread, after they went to dst if any
+    read_group *    group;         // null: none
+    const uint8_t * src = nullptr; // where the bytes are already; nothing is read
 };
 
 // Chunks that are waited for together.
@@ -118,13 +120,19 @@ struct lh_read_pool {
 
     int64_t buffer_bytes() const;
 
+    // What the workers need for bytes that go to a sink: memory for each, block_bytes aligned, to be used instead of their own.
+    // Null: no longer. Not while anything is read.
+    int64_t staging_bytes() const;
+    void    set_staging(uint8_t * memory);
+
     // Time in which at least one chunk was being read.
     int64_t busy_us();
 
   private:
     struct worker {
         std::thread thread;
-        uint8_t *   buffer = nullptr;
+        uint8_t *   buffer  = nullptr;
+        uint8_t *   staging = nullptr; // for bytes that go to a sink; null: the buffer
     };
 
     struct job {

@@ -85,28 +85,6 @@ static int64_t give_back_pages(uint8_t * memory, int64_t size) {
     return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0 ? last - first : 0;
 }
 
-static bool is_repacking(ggml_backend_buffer_type_t buft) {
-    return std::strcmp(ggml_backend_buft_name(buft), "CPU_REPACK") == 0;
-}
-
-static slot_kind kind_of(const ggml_tensor * slots) {
-    ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(slots->buffer);
-    if (ggml_backend_buffer_is_host(slots->buffer)) {
-        return slot_kind::host;
-    }
-    if (is_repacking(buft)) {
-        return slot_kind::repacked;
-    }
-    ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
-    if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
-        buft == ggml_backend_dev_buffer_type(dev)) {
-        return slot_kind::device;
-    }
-    throw error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) +
-                                                ": experts cannot be loaded into a buffer of type " +
-                                                ggml_backend_buft_name(buft) + " (try --no-repack)");
-}
-
 // Rows of one slot, which lie in it as in the file, into the CPU's repacked layout. Rows that are interleaved take up the same
 // bytes before and after, so a copy of a few of them is enough.
 static void repack_rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, int64_t row_first, int64_t row_last) {
@@ -153,8 +131,7 @@ int64_t live_bytes(const lh_layer_shape * shapes, int32_t n_layers) {
 
 lh_stream::lh_stream(const lh_stream_params & params) :
     path_model(lh::canonical_path(params.path_model)),
-    n_ubatch_staged(params.n_ubatch_staged),
-    n_ubatch_unstaged(params.n_ubatch_unstaged),
+    n_ubatch_most(params.n_ubatch),
     layers(params.n_layers),
     live(params.live),
     pool(params.pool),
@@ -167,7 +144,8 @@ lh_stream::lh_stream(const lh_stream_params & params) :
     uint8_t * tables = reinterpret_cast<uint8_t *>(live + 1);
     for (int32_t i = 0; i < params.n_layers; i++) {
         const lh_layer_shape & shape = params.shapes[i];
-        if (shape.n_expert < 1 || shape.n_slots < 1 || shape.n_slots > shape.n_expert) {
+        if (shape.n_expert < 1 || shape.n_slots < 1 || shape.n_slots > shape.n_expert || shape.n_tier < 0 ||
+            shape.n_tier > shape.n_expert || shape.n_locked < 0 || shape.n_locked > shape.n_tier) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(shape.layer) + ": " +
                                                             std::to_string(shape.n_slots) + " slots for " +
                                                             std::to_string(shape.n_expert) + " experts");
@@ -178,8 +156,11 @@ lh_stream::lh_stream(const lh_stream_params & params) :
         layer.layer              = shape.layer;
         layer.n_expert_used      = shape.n_expert_used;
         layer.n_stages.assign(shape.n_stages, shape.n_stages + shape.n_expert + 1);
+        layer.n_stages_device.assign(shape.n_stages_device, shape.n_stages_device + shape.n_expert + 1);
         layer.n_expert = shape.n_expert;
         layer.n_slots  = shape.n_slots;
+        layer.n_tier   = shape.n_tier;
+        layer.n_locked = shape.n_locked;
         layer.table    = lh::table_at(tables, shape);
         tables += lh::table_bytes(shape);
         layer.seen.assign(shape.n_expert, 0);
@@ -213,10 +194,12 @@ void lh_stream::reset_tables() {
             tensor.slots = nullptr;
         }
         layer.plan.is_active = false;
+        layer.is_on_device   = false;
+        layer.is_quiet       = true;
         layer.order.clear();
+        layer.tier_of.assign(layer.n_tier, -1);
     }
     empty_tables();
-    has_device_slots = false;
     on_reset(user_data);
 }
 
@@ -236,7 +219,7 @@ int64_t lh_stream::give_back() {
                 last++;
             }
             for (const lh::expert_tensor & tensor : layer.tensors) {
-                if (last > first && tensor.slots && tensor.kind != lh::slot_kind::device) {
+                if (last > first && tensor.slots && !lh::is_on_device(tensor.kind)) {
                     uint8_t * data = static_cast<uint8_t *>(tensor.slots->data);
                     n_bytes +=
                         lh::give_back_pages(data + first * tensor.slice_bytes, (last - first) * tensor.slice_bytes);
@@ -256,6 +239,9 @@ bool lh_stream::acquire() {
     is_loaded            = true;
     live->slot_bytes     = 0;
     live->repacked_bytes = 0;
+    live->device_bytes   = 0;
+    live->tier_bytes     = 0;
+    live->locked_bytes   = 0;
     reset_tables();
     return true;
 }
@@ -271,23 +257,103 @@ void lh_stream::fill(int32_t layer_index, const lh_load * loads, int32_t n_loads
     for (int32_t i = 0; i < n_loads; i++) {
         for (const lh::expert_tensor & tensor : layer.tensors) {
             if (tensor.slots) {
-                add_load(tensor, loads[i], batch, chunks);
+                add_load(layer, tensor, loads[i], batch, chunks);
             }
         }
     }
     pool->submit(std::move(chunks), batch);
     pool->wait(batch);
+    for (int32_t i = 0; i < n_loads; i++) {
+        layer.enter_tier(loads[i].expert, loads[i].tier_slot);
+    }
+}
+
+void lh_stream::free_memory() {
+    pool->set_staging(nullptr);
+    ggml_backend_buffer_free(staging);
+    staging = nullptr;
+    for (ggml_backend_buffer * buffer : locked) {
+        ggml_backend_buffer_free(buffer);
+    }
+    locked.clear();
+    for (void * tier : tiers) {
+        std::free(tier);
+    }
+    tiers.clear();
+    for (lh::stream_layer & layer : layers) {
+        for (lh::expert_tensor & tensor : layer.tensors) {
+            tensor.locked = nullptr;
+            tensor.tier   = nullptr;
+        }
+    }
+}
+
+// Page-locked memory for what the pool's workers read, where the device offers such: it is copied from there without the CPU.
+void lh_stream::use_staging(ggml_backend_dev_t device) {
+    ggml_backend_buffer_type_t buft = ggml_backend_dev_host_buffer_type(device);
+    if (staging || !buft) {
+        return;
+    }
+    staging = ggml_backend_buft_alloc_buffer(buft, pool->staging_bytes() + lh::block_bytes);
+    if (staging) {
+        const uintptr_t base = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(staging));
+        pool->set_staging(reinterpret_cast<uint8_t *>(lh::round_up(base, lh::block_bytes)));
+    }
+}
+
+// Takes memory for the tier's part of a tensor, as far from a block as the file's bytes are if that lets direct reads land in it.
+void lh_stream::allocate_tier(const lh::stream_layer & layer, lh::expert_tensor & tensor) {
+    const int64_t misaligned = tensor.slice_bytes % lh::block_bytes == 0 ? tensor.offset % lh::block_bytes : 0;
+    const auto    place      = [&](void * memory) {
+        const uintptr_t base = lh::round_up(reinterpret_cast<uintptr_t>(memory), lh::block_bytes);
+        return reinterpret_cast<uint8_t *>(base + misaligned);
+    };
+    int64_t            n_locked     = layer.n_locked;
+    ggml_backend_dev_t device       = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor.slots->buffer));
+    ggml_backend_buffer_type_t buft = device ? ggml_backend_dev_host_buffer_type(device) : nullptr;
+    if (n_locked > 0 && buft) {
+        const int64_t         size   = n_locked * tensor.slice_bytes + 2 * lh::block_bytes;
+        ggml_backend_buffer * buffer = ggml_backend_buft_alloc_buffer(buft, size);
+        if (!buffer) {
+            throw lh::error(LH_STATUS_NO_MEMORY,
+                            tensor.name + ": no " + std::to_string(size) + " bytes of page-locked memory for experts");
+        }
+        locked.push_back(buffer);
+        tensor.locked = place(ggml_backend_buffer_get_base(buffer));
+        // a device that refuses to lock more is given ordinary memory by its backend
+        live->locked_bytes += ggml_backend_buffer_get_type(buffer) == buft ? n_locked * tensor.slice_bytes : 0;
+    } else {
+        n_locked = 0;
+    }
+    const int64_t size = (layer.n_tier - n_locked) * tensor.slice_bytes;
+    if (size > 0) {
+        void * memory = nullptr;
+        if (posix_memalign(&memory, lh::block_bytes, size + 2 * lh::block_bytes) != 0) {
+            throw lh::error(LH_STATUS_NO_MEMORY, tensor.name + ": no " + std::to_string(size) +
+                                                     " bytes of memory for experts behind the slots");
+        }
+        tiers.push_back(memory);
+        lh::touch(static_cast<uint8_t *>(memory), size + 2 * lh::block_bytes);
+        tensor.tier = place(memory);
+        if (n_locked == 0) { // one row of slices
+            tensor.locked = tensor.tier;
+            tensor.tier += layer.n_locked * tensor.slice_bytes;
+        }
+    }
+    live->tier_bytes += layer.n_tier * tensor.slice_bytes;
 }
 
 void lh_stream::release() {
     const std::lock_guard<std::mutex> lock(ubatch_mutex);
     is_ready = false;
     reset_tables();
+    free_memory();
     is_loaded = false;
 }
 
 ggml_backend_buffer * lh_stream::alloc(ggml_context * ctx, ggml_backend_buffer_type * buft) {
-    if (!ggml_backend_buft_is_host(buft) && !lh::is_repacking(buft)) {
+    const lh::slot_kind kind = lh::slot_kind_of(buft, ggml_get_first_tensor(ctx)->name);
+    if (kind == lh::slot_kind::device) {
         return ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
     }
     // a direct read lands where it belongs if offset and address are equally far from a block
@@ -339,15 +405,28 @@ void lh_stream::bind(ggml_tensor * slots) {
     if (!layer) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, std::string(slots->name) + ": unknown tensor");
     }
-    lh::expert_tensor & tensor = layer->tensors[index];
+    lh::expert_tensor &        tensor = layer->tensors[index];
+    ggml_backend_buffer_type_t buft   = ggml_backend_buffer_get_type(slots->buffer);
     if (slots->ne[2] != layer->n_slots || static_cast<int64_t>(slots->nb[2]) != tensor.slice_bytes || tensor.slots) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, tensor.name + ": the slot tensor has another shape than planned");
     }
-    tensor.kind  = lh::kind_of(slots);
+    tensor.kind  = lh::slot_kind_of(buft, slots->name);
     tensor.slots = slots;
     layer->order.push_back(index);
     live->slot_bytes += ggml_nbytes(slots);
-    has_device_slots |= tensor.kind == lh::slot_kind::device;
+    if (lh::is_on_device(tensor.kind)) {
+        ggml_backend_dev_t device = ggml_backend_buft_get_device(buft);
+        tensor.traits             = lh::traits_of(device);
+        layer->is_on_device       = true;
+        layer->is_quiet &= tensor.kind == lh::slot_kind::mapped || tensor.traits.has_quiet_writes;
+        live->device_bytes += ggml_nbytes(slots);
+        if (tensor.kind == lh::slot_kind::device) {
+            use_staging(device);
+        }
+    }
+    if (layer->n_tier > 0) {
+        allocate_tier(*layer, tensor);
+    }
     if (tensor.kind == lh::slot_kind::repacked) {
         live->repacked_bytes += ggml_nbytes(slots);
     }
@@ -416,6 +495,13 @@ llama_stream_totals lh_stream::totals() const {
     return totals;
 }
 
+// Notes that the bytes of an expert have been read into the tier.
+void lh::stream_layer::enter_tier(int32_t expert, int32_t tier_slot) {
+    if (tier_slot >= 0) {
+        tier_of[tier_slot] = expert;
+    }
+}
+
 // Gives up what a layer is reading: after a failure, or when the graph does not compute all of the layer.
 void lh_stream::drop(lh::stream_layer & layer) {
     std::vector<lh::read_batch *> batches;
@@ -438,6 +524,9 @@ void lh_stream::drop(lh::stream_layer & layer) {
 void lh_stream::settle(lh::stream_layer & layer) {
     layer.plan.is_completed = false;
     if (layer.plan.has_loads) {
+        for (const lh_place & load : layer.plan.loads) {
+            layer.enter_tier(load.expert, load.tier_slot);
+        }
         report_complete(layer);
     }
     stamp(layer);
@@ -487,25 +576,23 @@ void lh_stream::record() {
     live->n_records++;
 }
 
-uint32_t lh_stream::n_ubatch(uint32_t wanted) const {
-    return std::min(wanted, can_stage() ? n_ubatch_staged : n_ubatch_unstaged);
-}
-
 int32_t lh_stream::n_stages_for(const lh::stream_layer & layer, int64_t n_selected) const {
-    return can_stage() ? layer.n_stages[std::min<int64_t>(n_selected, layer.n_expert)] : 1;
+    const std::vector<int32_t> & n_stages = layer.is_on_device ? layer.n_stages_device : layer.n_stages;
+    return n_stages[std::min<int64_t>(n_selected, layer.n_expert)];
 }
 
 uint32_t lh_stream::n_stage_nodes(uint32_t n_tokens) const {
     uint32_t n_nodes = 0;
     for (const lh::stream_layer & layer : layers) {
         const int32_t n_stages = n_stages_for(layer, int64_t(n_tokens) * layer.n_expert_used);
-        n_nodes += static_cast<uint32_t>(layer.tensors.size()) * 2 * n_stages; // sync and product
+        // sync and product; on devices also views, and the copy
+        n_nodes += static_cast<uint32_t>(layer.tensors.size()) * (layer.is_on_device ? 8 : 2) * n_stages;
     }
     return n_nodes;
 }
 
-void lh_stream::add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
-                         std::vector<lh::read_chunk> & chunks) {
+void lh_stream::add_load(lh::stream_layer & layer, const lh::expert_tensor & tensor, const lh_load & load,
+                         lh::read_batch & batch, std::vector<lh::read_chunk> & chunks) {
     ggml_tensor *    slots       = tensor.slots;
     const int64_t    file_offset = tensor.offset + load.expert * tensor.slice_bytes;
     const int64_t    slot_offset = load.slot * tensor.slice_bytes;
@@ -522,24 +609,60 @@ void lh_stream::add_load(const lh::expert_tensor & tensor, const lh_load & load,
             lh::repack_rows_of_slot(slots, slot_offset, first, last);
         };
     }
+    uint8_t * kept = nullptr; // in the tier
+    if (load.tier_slot >= 0) {
+        kept = load.tier_slot < layer.n_locked ? tensor.locked + load.tier_slot * tensor.slice_bytes
+                                               : tensor.tier + (load.tier_slot - layer.n_locked) * tensor.slice_bytes;
+        layer.tier_of[load.tier_slot] = load.is_in_tier ? load.expert : -1; // until it has been read
+    }
     for (const lh::piece & piece : lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes)) {
         lh::read_chunk chunk = { tensor.file, file_offset + piece.offset, piece.size, nullptr, {}, group };
         if (tensor.kind == lh::slot_kind::device) {
             chunk.sink = [slots, offset = slot_offset + piece.offset, n = piece.size](const uint8_t * data) {
                 ggml_backend_tensor_set(slots, data, offset, n);
             };
+        } else if (kept) {
+            uint8_t * dst = static_cast<uint8_t *>(slots->data) + slot_offset + piece.offset;
+            chunk.sink    = [dst, n = piece.size](const uint8_t * data) {
+                std::memcpy(dst, data, n);
+            };
         } else {
             chunk.dst = static_cast<uint8_t *>(slots->data) + slot_offset + piece.offset;
         }
+        if (kept && load.is_in_tier) {
+            chunk.src = kept + piece.offset;
+        } else if (kept) {
+            chunk.dst = kept + piece.offset;
+        }
         chunks.push_back(std::move(chunk));
     }
-    if (phase != LH_N_PHASES) {
+    if (phase != LH_N_PHASES && !load.is_in_tier) {
         live->counters[phase].read_bytes += tensor.slice_bytes;
     }
 }
 
+// A tier slot is read into or from by one load at a time, and nothing is believed to be in it that was not read into it.
+void lh_stream::check_tier(const lh::stream_layer & layer, const lh_load & load, std::vector<bool> & is_taken) const {
+    const std::string what = "layer " + std::to_string(layer.layer) + ", expert " + std::to_string(load.expert) + ": ";
+    if (load.tier_slot < -1 || load.tier_slot >= layer.n_tier || (load.is_in_tier && load.tier_slot < 0)) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "no such place in the tier");
+    }
+    if (load.tier_slot < 0) {
+        return;
+    }
+    if (is_taken[load.tier_slot]) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "a place in the tier is used twice");
+    }
+    is_taken[load.tier_slot] = true;
+    if (load.is_in_tier && layer.tier_of[load.tier_slot] != load.expert) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "it is not in the tier");
+    }
+}
+
 void lh_stream::check_free(const lh::stream_layer & layer, const lh_load * loads, int32_t n_loads) const {
+    std::vector<bool> is_taken(layer.n_tier, false);
     for (int32_t i = 0; i < n_loads; i++) {
+        check_tier(layer, loads[i], is_taken);
         if (loads[i].expert < 0 || loads[i].expert >= layer.n_expert || loads[i].slot < 0 ||
             loads[i].slot >= layer.n_slots) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) + ": no expert or slot");
@@ -568,10 +691,14 @@ void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n
     for (int32_t i = 0; i < n_loads; i++) {
         for (const lh::expert_tensor & tensor : layer.tensors) {
             if (tensor.slots) { // a tensor that the architecture does not use has none
-                add_load(tensor, loads[i], *ahead, chunks);
+                add_load(layer, tensor, loads[i], *ahead, chunks);
             }
         }
     }
     layer.ahead = std::move(ahead);
+    layer.ahead_loads.assign(loads, loads + n_loads);
+    for (const lh_load & load : layer.ahead_loads) {
+        count_tier_hit(load.is_in_tier);
+    }
     pool->submit(std::move(chunks), *layer.ahead);
 }

@@ -12,6 +12,7 @@
 #include "llama-stream-hook.h"
 #include "longhaul.h"
 #include "read-pool.h"
+#include "slot-kind.h"
 
 struct ggml_backend_buffer;
 struct ggml_backend_buffer_type;
@@ -19,13 +20,6 @@ struct ggml_context;
 struct ggml_tensor;
 
 namespace lh {
-
-// How bytes get into a slot tensor.
-enum class slot_kind {
-    host,     // read to their place
-    repacked, // read to their place, and from there set through the CPU's repacking buffer type, some rows at a time
-    device,   // set through the backend's buffer
-};
 
 // One routed tensor of one layer, and the slot tensor that stands for it while a model is loaded.
 struct expert_tensor {
@@ -35,6 +29,9 @@ struct expert_tensor {
     int64_t       slice_bytes;
     ggml_tensor * slots = nullptr;
     slot_kind     kind  = slot_kind::host;
+    device_traits traits;           // of the slots' device
+    uint8_t *     locked = nullptr; // [n_locked] slices of the tier
+    uint8_t *     tier   = nullptr; // [n_tier - n_locked] slices of it
 };
 
 struct stream_layer;
@@ -106,13 +103,22 @@ struct stream_layer {
     int32_t                     layer;    // in the model
     int32_t                     n_expert_used;
     std::vector<int32_t>        n_stages; // [n_expert + 1]
+    std::vector<int32_t>        n_stages_device;
     lh_slot_table               table;    // in lh_stream_params::live
     int32_t                     n_expert;
     int32_t                     n_slots;
+    int32_t                     n_tier;
+    int32_t                     n_locked;
+    std::vector<int32_t>        tier_of;      // [n_tier] expert whose bytes are there, -1: none that is known
+    bool                        is_on_device; // some of its slots
+    bool                        is_quiet;     // slots take bytes while others are computed from
     std::vector<expert_tensor>  tensors;
-    std::vector<int32_t>        order; // of the tensors that have slots: as in the graph, once that was seen
+    std::vector<int32_t>        order;        // of the tensors that have slots: as in the graph, once that was seen
     stage_plan                  plan;
-    std::unique_ptr<read_batch> ahead; // reads that were started before the router spoke
+    std::unique_ptr<read_batch> ahead;        // reads that were started before the router spoke
+    std::vector<lh_load>        ahead_loads;
+
+    void enter_tier(int32_t expert, int32_t tier_slot);
 
     std::map<std::pair<int32_t, int32_t>, sync_point> points; // by tensor and stage
 
@@ -152,25 +158,24 @@ struct lh_stream {
     // Replaces the expert ids [n_expert_used, n_tokens] by slot ids, after what they stand for has been loaded: -1 for experts of
     // other stages. To be called by one thread of those that compute; it leads the crew of the others.
     void                sync(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids);
+    // What a sync op writes when nothing that follows is going to be used: ids that do no harm.
+    void                fill_harmless(const lh::sync_point & point, ggml_tensor * dst) const;
     void                release_crew() { pool->release(crew); }
     void                follow(int ith) { pool->follow(crew, ith); }
     void                load(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     void                load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     void                set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
 
-    uint32_t n_ubatch(uint32_t wanted) const;
+    uint32_t n_ubatch(uint32_t wanted) const { return std::min(wanted, n_ubatch_most); }
     // Stages of a product that selects n_selected experts, repeats included.
     int32_t  n_stages_for(const lh::stream_layer & layer, int64_t n_selected) const;
     uint32_t n_stage_nodes(uint32_t n_tokens) const;
-    // Stages need kernels that pass over negative ids: those of the CPU.
-    bool     can_stage() const { return !has_device_slots; }
 
     lh::stream_layer & layer_at(int32_t layer_index);
     void               check_file(int32_t file) const { pool->check_file(file); }
 
     const std::string             path_model; // canonical
-    const uint32_t                n_ubatch_staged;
-    const uint32_t                n_ubatch_unstaged;
+    const uint32_t                n_ubatch_most;
     std::vector<lh::stream_layer> layers;
     lh_live *                     live; // outlives the stream
     std::atomic<int32_t>          phase      = { LH_N_PHASES };
@@ -178,8 +183,7 @@ struct lh_stream {
     std::string                   failure;        // why the last ubatch that failed did, for whoever asked for it
     bool                          is_dry = false; // the running ubatch loads nothing
 
-    bool has_device_slots = false;
-    bool is_loaded        = false;
+    bool is_loaded = false;
 
     std::atomic<bool> is_ready = { false }; // a context of the loaded model has been made
 
@@ -192,6 +196,7 @@ struct lh_stream {
     void request_plan(lh::stream_layer & layer);
     void begin_layer(lh::stream_layer & layer, const ggml_tensor * ids);
     void begin_plan(lh::stream_layer & layer);
+    void begin_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
     void await_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
     void await(lh::read_batch & batch);
     void check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const;
@@ -204,11 +209,17 @@ struct lh_stream {
     void drop(lh::stream_layer & layer);
     void complete(lh::stream_layer & layer);
     void check_free(const lh::stream_layer & layer, const lh_load * loads, int32_t n_loads) const;
+    void check_tier(const lh::stream_layer & layer, const lh_load & load, std::vector<bool> & is_taken) const;
+    void allocate_tier(const lh::stream_layer & layer, lh::expert_tensor & tensor);
+    void use_staging(ggml_backend_device * device);
+    void free_memory();
+    void count_tier_hit(bool is_in_tier) { live->counters[phase].n_tier_hits += is_in_tier ? 1 : 0; }
+    void fill_ids(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) const;
     void settle(lh::stream_layer & layer);
     void stamp(lh::stream_layer & layer);
     void record();
-    void add_load(const lh::expert_tensor & tensor, const lh_load & load, lh::read_batch & batch,
-                  std::vector<lh::read_chunk> & chunks);
+    void add_load(lh::stream_layer & layer, const lh::expert_tensor & tensor, const lh_load & load,
+                  lh::read_batch & batch, std::vector<lh::read_chunk> & chunks);
 
     lh_read_pool * pool;
     lh_plan_fn     on_plan;
@@ -225,7 +236,11 @@ struct lh_stream {
     int64_t              n_collected     = 0;     // stamp of seen
     int64_t              ubatch_start_us = 0;
     int64_t              busy_start_us   = 0;
-    lh_counters          counters_before = {}; // of the running ubatch
+    lh_counters          counters_before = {};            // of the running ubatch
+
+    ggml_backend_buffer *              staging = nullptr; // page-locked memory of the pool's workers
+    std::vector<ggml_backend_buffer *> locked;            // parts of tiers
+    std::vector<void *>                tiers;             // the other parts
 };
 
 namespace lh {

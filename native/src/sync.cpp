@@ -85,7 +85,7 @@ void lh_stream::stamp(lh::stream_layer & layer) {
 void lh_stream::ask_ahead(const lh::stream_layer & layer, int64_t n_selected) {
     const size_t next = static_cast<size_t>(layer.index) + 1;
     // the last layer computes only the rows whose output is wanted, so what it wants is not known from the others
-    if (next + 1 >= layers.size() || n_selected <= layers[next].n_expert) {
+    if (next + 1 >= layers.size() || n_selected <= layers[next].n_expert || !layers[next].is_quiet) {
         return;
     }
     const int32_t * expert_of = layers[next].table.expert_of;
@@ -113,6 +113,9 @@ void lh_stream::settle_ahead(lh::stream_layer & layer) {
         const int64_t start_us = lh::now_us();
         await(*layer.ahead); // what fails here is dropped at the end of the ubatch
         layer.ahead.reset();
+        for (const lh_load & load : layer.ahead_loads) {
+            layer.enter_tier(load.expert, load.tier_slot);
+        }
         report_complete(layer);
         live->counters[phase].wait_us += lh::now_us() - start_us;
     }
@@ -140,22 +143,74 @@ void lh_stream::sync(const lh::sync_point & point, ggml_tensor * dst, const ggml
         std::rotate(layer.order.begin() + plan.n_tensors_begun, it, it + 1);
         plan.n_tensors_begun++;
     }
-    plan.n_synced_of[point.tensor]++;
-    if (plan.has_loads) {
-        await_stage(layer, point.tensor, point.stage);
+    if (plan.n_stages == 1 && lh::is_on_device(layer.tensors[point.tensor].kind)) {
+        // these ids serve all tensors on devices
+        for (int32_t tensor : layer.order) {
+            if (lh::is_on_device(layer.tensors[tensor].kind) && tensor != point.tensor) {
+                begin_stage(layer, tensor, point.stage);
+            }
+        }
     }
+    begin_stage(layer, point.tensor, point.stage);
     if (!plan.has_asked_ahead && (!plan.has_loads || submit_ahead(layer))) {
         plan.has_asked_ahead = true;
         ask_ahead(layer, n_selected);
     }
-    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
-        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++) {
-            const lh::placement & place = plan.places[lh::id_at(ids, i0, i1)];
-            lh::id_at(dst, i0, i1)      = place.stage == point.stage ? place.slot : -1;
+    fill_ids(point, dst, ids);
+    if (plan.n_synced == plan.n_stages * static_cast<int32_t>(layer.order.size())) {
+        complete(layer);
+    }
+}
+
+// Has a tensor ready for a stage.
+void lh_stream::begin_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage) {
+    layer.plan.n_synced_of[tensor]++;
+    layer.plan.n_synced++;
+    if (layer.plan.has_loads) {
+        await_stage(layer, tensor, stage);
+    }
+}
+
+// A slot that a stage does not compute from, or any: its rows are thrown away.
+static int32_t spare_slot(const lh::stream_layer & layer, int32_t stage) {
+    std::vector<bool> is_used(layer.n_slots, false);
+    for (int32_t expert : layer.needed) {
+        if (layer.plan.places[expert].stage == stage) {
+            is_used[layer.plan.places[expert].slot] = true;
         }
     }
-    if (++plan.n_synced == plan.n_stages * static_cast<int32_t>(layer.order.size())) {
-        complete(layer);
+    const auto it = std::find(is_used.begin(), is_used.end(), false);
+    return it == is_used.end() ? 0 : static_cast<int32_t>(it - is_used.begin());
+}
+
+void lh_stream::fill_ids(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) const {
+    const lh::stream_layer & layer   = *point.layer;
+    const bool               is_copy = dst->ne[2] > 1;
+    const bool    is_skipping        = !is_copy || ids->ne[1] >= layer.tensors[point.tensor].traits.n_tokens_skipping;
+    const int32_t other              = is_skipping ? -1 : spare_slot(layer, point.stage);
+    const int32_t nowhere            = static_cast<int32_t>(ids->ne[0] * ids->ne[1]);
+    int32_t *     slots              = static_cast<int32_t *>(dst->data);
+    int32_t *     rows               = slots + nowhere; // with is_copy
+    int32_t       row                = 0;
+    for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
+        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++, row++) {
+            const lh::placement & place = layer.plan.places[lh::id_at(ids, i0, i1)];
+            const bool            is_in = place.stage == point.stage;
+            slots[row]                  = is_in ? place.slot : other;
+            if (is_copy) {
+                rows[row] = is_in ? row : nowhere;
+            }
+        }
+    }
+}
+
+void lh_stream::fill_harmless(const lh::sync_point & point, ggml_tensor * dst) const {
+    const bool    is_on_device = lh::is_on_device(point.layer->tensors[point.tensor].kind);
+    const int64_t n_rows       = dst->ne[0] * dst->ne[1];
+    int32_t *     data         = static_cast<int32_t *>(dst->data);
+    std::fill_n(data, n_rows, is_on_device ? 0 : -1); // no rows where kernels skip them, or any slot
+    if (dst->ne[2] > 1) {
+        std::fill_n(data + n_rows, n_rows, static_cast<int32_t>(n_rows));
     }
 }
 
@@ -172,11 +227,6 @@ void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
         const int64_t start_us = lh::now_us();
         request_plan(layer);
         submit_ahead(layer);
-        if (has_device_slots) { // a device need not take bytes while it computes
-            for (int32_t tensor : layer.order) {
-                await(layer.plan.reads[tensor][0].batch);
-            }
-        }
         live->counters[phase].wait_us += lh::now_us() - start_us;
         return;
     }
@@ -212,6 +262,7 @@ void lh_stream::await_stage(lh::stream_layer & layer, int32_t tensor, int32_t st
 // A wrong place would be a wrong token, so a plan is believed only as far as it can be checked.
 void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * places, int32_t n_places) const {
     std::vector<bool> is_placed(layer.n_expert, false);
+    std::vector<bool> is_taken(layer.n_tier, false);
     for (int32_t i = 0; i < n_places; i++) {
         const lh_place & place = places[i];
         if (place.expert < 0 || place.expert >= layer.n_expert || place.slot < 0 || place.slot >= layer.n_slots ||
@@ -223,6 +274,9 @@ void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * pl
         }
         if (!place.is_load && layer.seen_slot[place.expert] != place.slot) {
             throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is not in its slot");
+        }
+        if (place.is_load) {
+            check_tier(layer, { place.expert, place.slot, place.tier_slot, place.is_in_tier }, is_taken);
         }
         if (layer.seen[place.expert] != n_collected || is_placed[place.expert]) {
             throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is placed twice, or not needed");
@@ -269,6 +323,7 @@ void lh_stream::set_stages(int32_t layer_index, const lh_place * places, int32_t
         if (places[i].is_load) {
             plan.loads.push_back(places[i]);
             plan.load_first[places[i].stage + 1]++;
+            count_tier_hit(places[i].is_in_tier);
         }
     }
     std::stable_sort(plan.loads.begin(), plan.loads.end(),
@@ -290,11 +345,12 @@ void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads
     std::vector<lh_place>    places;
     for (int32_t expert : layer.needed) {
         if (layer.table.slot_of[expert] >= 0) {
-            places.push_back({ 0, expert, layer.table.slot_of[expert], false });
+            places.push_back({ 0, expert, layer.table.slot_of[expert], false, -1, false });
         }
     }
     for (int32_t i = 0; i < n_loads; i++) {
-        places.push_back({ layer.plan.n_stages - 1, loads[i].expert, loads[i].slot, true });
+        const lh_load & load = loads[i];
+        places.push_back({ layer.plan.n_stages - 1, load.expert, load.slot, true, load.tier_slot, load.is_in_tier });
     }
     set_stages(layer_index, places.data(), static_cast<int32_t>(places.size()));
 }
@@ -304,7 +360,9 @@ void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t s
     lh::stage_reads &           reads = plan.reads[tensor][stage];
     std::vector<lh::read_chunk> chunks;
     for (size_t i = plan.load_first[stage]; i < plan.load_first[stage + 1]; i++) {
-        add_load(layer.tensors[tensor], { plan.loads[i].expert, plan.loads[i].slot }, reads.batch, chunks);
+        const lh_place & load = plan.loads[i];
+        add_load(layer, layer.tensors[tensor], { load.expert, load.slot, load.tier_slot, load.is_in_tier }, reads.batch,
+                 chunks);
     }
     reads.is_submitted = true;
     pool->submit(std::move(chunks), reads.batch);
@@ -315,6 +373,9 @@ void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t s
 bool lh_stream::submit_ahead(lh::stream_layer & layer) {
     lh::stage_plan & plan   = layer.plan;
     bool             is_all = true;
+    if (!layer.is_quiet) { // each stage is read when its turn has come, while nothing is computed
+        return false;
+    }
     for (int32_t tensor : layer.order) {
         int32_t stage = 0;
         for (; stage < plan.n_stages &&
