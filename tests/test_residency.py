@@ -144,12 +144,13 @@ def test_experts_that_are_in_memory_too_leave_before_colder_ones() -> None:
     assert made.victims(6, ()) == [2, 3, 5, 0, 1, 4]
 
 
-def test_those_that_are_much_hotter_stay_even_so() -> None:
-    n_slots = LOOK_AHEAD + 3
+@pytest.mark.parametrize("n_slots", [2 * LOOK_AHEAD, 3 * LOOK_AHEAD, 8])
+def test_those_that_are_much_hotter_stay_even_so(n_slots: int) -> None:
     made = full(n_slots)
-    made.backed = backed(n_slots, LOOK_AHEAD + 1)
+    hot = min(LOOK_AHEAD, n_slots // 2) + 1
+    made.backed = backed(n_slots, hot)
     assert made.victims(1, ()) == [0]
-    assert made.victims(2, ()) == [LOOK_AHEAD + 1, 0]
+    assert made.victims(2, ()) == [hot, 0]
 
 
 def test_more_victims_than_there_are_slots_are_refused() -> None:
