@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from longhaul import residency
 from longhaul.policy import Lru
 from longhaul.replay import LayerCache
 from longhaul.tier import HostTier, loaded_experts
@@ -206,20 +207,25 @@ RANKED: dict[str, Choice] = {
     "exclusive LRU": Choice(is_exclusive=True),
     "exclusive LFU": Choice(is_exclusive=True, is_lfu=True),
 }
+
+
+def ranked(choice: Choice) -> MakeTier:
+    """Return what makes a tier that chooses so."""
+    return lambda shape, n_slots, n_locked: Ranked(shape.n_expert, n_slots, choice)
+
+
+def kept(is_backed: bool) -> MakeTier:
+    """Return what makes longhaul's own tier, with or without the device's order changed for it."""
+    return lambda shape, n_slots, n_locked: Kept(
+        HostTier(shape.n_expert, n_slots, n_locked), is_backed
+    )
+
+
 TIERS: dict[str, MakeTier] = {
     "no tier": lambda shape, n_slots, n_locked: Tier(),
-    **{
-        name: lambda shape, n_slots, n_locked, choice=choice: Ranked(
-            shape.n_expert, n_slots, choice
-        )
-        for name, choice in RANKED.items()
-    },
-    "kept": lambda shape, n_slots, n_locked: Kept(
-        HostTier(shape.n_expert, n_slots, n_locked), False
-    ),
-    "kept + backed": lambda shape, n_slots, n_locked: Kept(
-        HostTier(shape.n_expert, n_slots, n_locked), True
-    ),
+    **{name: ranked(choice) for name, choice in RANKED.items()},
+    "kept": kept(False),
+    "kept + backed": kept(True),
 }
 BOUND = "best behind LRU"
 
@@ -308,12 +314,14 @@ def main() -> None:
     parser.add_argument("--device", nargs="+", type=positive, default=[0.125, 0.25, 0.5])
     parser.add_argument("--tier", nargs="+", type=positive, default=[0.25, 0.5, 0.75])
     parser.add_argument("--policy", action="append", choices=[*TIERS, BOUND])
+    parser.add_argument("--look-ahead", type=int, default=residency.LOOK_AHEAD, help="slots")
     parser.add_argument("--locked", type=float, default=0.25, help="share of the tier")
     parser.add_argument("--disk", type=positive, default=2.0, help="GiB/s")
     parser.add_argument("--pcie", type=positive, default=12.0, help="GiB/s")
     parser.add_argument("--expert-mib", type=positive, default=3.5, help="where a trace says none")
     parser.add_argument("--skip", type=float, default=0.5, help="share of ubatches not counted")
     args = parser.parse_args()
+    residency.LOOK_AHEAD = args.look_ahead
     for path in args.traces:
         workload = load_workload(open_trace(path))
         print(f"\n{path.name}, experts of all layers per token\n")
