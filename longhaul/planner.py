@@ -42,7 +42,7 @@ def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) ->
     if n_victims:
         slot_of = residency.slot_of
         protected = {slot_of[expert] for expert in needed}
-        victims = residency.policy.victims(n_victims, protected)
+        victims = residency.victims(n_victims, protected)
     slots = free[: n_victims - len(missing) - 1 : -1] + victims
     return Plan(tuple(zip(missing, slots, strict=True)), tuple(victims))
 
@@ -159,7 +159,7 @@ def _idle_slots(residency: Residency, needed_slots: set[int], n_wanted: int) -> 
     idle = free[: -n_wanted - 1 : -1]
     n_occupied = len(residency.expert_of) - len(free) - len(needed_slots)
     n_victims = min(n_wanted - len(idle), n_occupied)
-    return idle + (residency.policy.victims(n_victims, needed_slots) if n_victims else [])
+    return idle + (residency.victims(n_victims, needed_slots) if n_victims else [])
 
 
 def _turns(slots: Sequence[int], n_idle: int, n_loads: int) -> Iterator[Sequence[int]]:

@@ -43,7 +43,7 @@ class _Keys(Protocol[Key_co]):
     def __getitem__(self, slot: int, /) -> Key_co: ...
 
 
-class _Queue(Generic[Key]):
+class Queue(Generic[Key]):
     """Keep slots in the order of keys that only grow.
 
     The heap may hold keys that are out of date, never ones from the future; an entry at the top is
@@ -103,7 +103,7 @@ def _enough(chosen: list[int], n: int) -> list[int]:
     return chosen
 
 
-class Lru(_Queue[int]):
+class Lru(Queue[int]):
     """Evict the slot that was used longest ago."""
 
     def __init__(self, last_use: Sequence[int], n_uses: Sequence[int]) -> None:
@@ -173,7 +173,7 @@ class Lfu:
     def __init__(self, last_use: Sequence[int], n_uses: Sequence[int]) -> None:
         self._counts = _Counts(n_uses)
         self._keys = _CountsThenStamps(self._counts, last_use, n_uses)
-        self._queue = _Queue(self._keys)
+        self._queue = Queue(self._keys)
 
     def add(self, slot: int, expert: int) -> None:
         is_time = self._counts.add(slot, expert)
@@ -181,7 +181,7 @@ class Lfu:
         if is_time:
             self._counts.halve()
             slots = list(self._queue)
-            self._queue = _Queue(self._keys)  # since keys have shrunk
+            self._queue = Queue(self._keys)  # since keys have shrunk
             for each in slots:
                 self._queue.add(each, expert)
 

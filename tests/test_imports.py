@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 
 ERRORS = {"errors"}
 VALUES = {"errors", "config", "experts", "stats"}
-PURE = {"policy", "residency", "planner", "budget"}
+PURE = {"policy", "residency", "planner", "budget", "tier"}
 BOUNDARY = {"index", "native", "llama"}
 
 # What of ours each module may import, at most.
@@ -37,6 +37,7 @@ OURS: dict[str, set[str]] = {
     "residency": VALUES | {"policy"},
     "planner": VALUES | {"policy", "residency"},
     "budget": VALUES,
+    "tier": VALUES | {"policy", "residency", "planner", "budget"},
     "figures": {"stats", "files"},
     "arguments": VALUES | {"budget"},
     "report": VALUES | {"budget", "figures"},

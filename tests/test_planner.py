@@ -18,6 +18,7 @@ class Case:
     resident: dict[int, int]  # slot by expert
     last_use: list[int]
     needed: list[int]
+    backed: list[int] | None  # tier slot of each expert, where there is a tier
 
     @property
     def missing(self) -> list[int]:
@@ -27,6 +28,7 @@ class Case:
         slot_of, expert_of = [-1] * self.n_expert, [-1] * self.n_slots
         made = Residency(slot_of, expert_of, self.last_use, POLICIES[policy])
         made.apply(Plan(loads=tuple(self.resident.items()), victims=()))
+        made.backed = self.backed
         return made
 
 
@@ -40,7 +42,8 @@ def cases(draw: st.DrawFn) -> Case:
     last_use = draw(st.lists(st.integers(0, 99), min_size=n_slots, max_size=n_slots))
     needed = draw(st.permutations(range(n_expert)))[: draw(st.integers(0, n_slots))]
     resident = dict(zip(experts[:n_resident], slots, strict=False))
-    return Case(n_expert, n_slots, resident, last_use, needed)
+    tier = st.lists(st.sampled_from([-1, 3]), min_size=n_expert, max_size=n_expert)
+    return Case(n_expert, n_slots, resident, last_use, needed, draw(st.none() | tier))
 
 
 def check_consistent(residency: Residency) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from longhaul.planner import Plan
 from longhaul.policy import Lru
-from longhaul.residency import Residency
+from longhaul.residency import LOOK_AHEAD, Residency
 
 Table = Callable[[int], MutableSequence[int]]
 
@@ -118,3 +118,43 @@ def test_without_counts_nothing_was_used_more_than_anything_else() -> None:
 
     Residency(garbage(4), garbage(3), [1, 2, 3], make)
     assert list(made[0].n_uses) == [0, 0, 0]
+
+
+def full(n_slots: int) -> Residency:
+    """Return slots that hold the experts of their own numbers, 0 the coldest."""
+    made = Residency([-1] * n_slots, [-1] * n_slots, list(range(n_slots)), Lru)
+    made.apply(Plan(loads=tuple((slot, slot) for slot in range(n_slots)), victims=()))
+    return made
+
+
+def backed(n_slots: int, *experts: int) -> list[int]:
+    return [0 if expert in experts else -1 for expert in range(n_slots)]
+
+
+def test_without_a_tier_the_coldest_leave_first() -> None:
+    assert full(5).victims(2, {1}) == [0, 2]
+
+
+def test_experts_that_are_in_memory_too_leave_before_colder_ones() -> None:
+    made = full(6)
+    made.backed = backed(6, 2, 3, 5)
+    assert made.victims(2, ()) == [2, 3]
+    assert made.victims(2, {-1, 2}) == [3, 5]
+    assert made.victims(4, ()) == [2, 3, 5, 0]
+    assert made.victims(6, ()) == [2, 3, 5, 0, 1, 4]
+
+
+@pytest.mark.parametrize("n_slots", [2 * LOOK_AHEAD, 3 * LOOK_AHEAD, 8])
+def test_those_that_are_much_hotter_stay_even_so(n_slots: int) -> None:
+    made = full(n_slots)
+    hot = min(LOOK_AHEAD, n_slots // 2) + 1
+    made.backed = backed(n_slots, hot)
+    assert made.victims(1, ()) == [0]
+    assert made.victims(2, ()) == [hot, 0]
+
+
+def test_more_victims_than_there_are_slots_are_refused() -> None:
+    made = full(3)
+    made.backed = backed(3, 1)
+    with pytest.raises(ValueError, match="3 victims wanted, 2 slots can go"):
+        made.victims(3, {0})
