@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from .budget import slots_bytes, ubatch_limit
@@ -36,9 +37,11 @@ from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
 from .stats import Record, Stats
+from .tier import HostTier, TierPlan, TierSizes, loaded_experts
 from .trace import TraceHeader, TraceLayer, header_bytes
 
 NO_UBATCH_LIMIT = 2**31 - 1
+NOT_IN_TIER = (-1, False)
 SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
 
 _switching_lock = threading.Lock()
@@ -62,6 +65,14 @@ def _quick_switching(change: int) -> None:
             sys.setswitchinterval(_switch_interval_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Hold what is being read for a layer."""
+
+    plan: Plan
+    tier: TierPlan | None = None
+
+
 class Engine(Closing):
     """Stream the routed experts of one model, for as long as it is open.
 
@@ -75,10 +86,12 @@ class Engine(Closing):
         n_slots: Sequence[int],
         config: Config,
         on_error: Callable[[BaseException], None] | None = None,
+        tier: TierSizes | None = None,
     ) -> None:
         """Open the shards; raises ReadError if one cannot be opened.
 
-        `on_error` is told of a failed load at once.
+        `on_error` is told of a failed load at once. `tier` says how many experts of each layer are
+        kept in ordinary memory behind the slots.
         """
         if config.policy not in POLICIES:
             raise ConfigError(
@@ -88,7 +101,12 @@ class Engine(Closing):
         self.n_slots = tuple(n_slots)
         self._ubatch = config.ubatch
         self._on_error = on_error
-        self._loading: dict[int, Plan] = {}  # by index of layer: being read
+        self.tier = tier or TierSizes.none(len(self.n_slots))
+        self._tiers = [
+            HostTier(layer.n_expert, n, n_locked) if n else None
+            for layer, n, n_locked in zip(model.layers, *self.tier, strict=True)
+        ]
+        self._loading: dict[int, _Step] = {}  # by index of layer: being read
         with ExitStack() as undo:
             self.pool = undo.enter_context(ReadPool(config.n_io_threads, config.chunk_bytes))
             files = [self._open(index, config.uncached) for index in range(len(model.shards))]
@@ -99,6 +117,9 @@ class Engine(Closing):
                 )
                 for i in range(len(self.n_slots))
             ]
+            for residency, layer_tier in zip(self._residencies, self._tiers, strict=True):
+                if layer_tier:
+                    residency.backed = layer_tier.slot_of
             self._recording = undo.enter_context(ExitStack())
             if config.trace_path is not None:
                 self._record(config.trace_path, config.policy)
@@ -156,8 +177,8 @@ class Engine(Closing):
         stream = Stream(
             self.model.path,
             [
-                self._shape(layer, n_slots)
-                for layer, n_slots in zip(self.model.layers, self.n_slots, strict=True)
+                self._shape(layer, *sizes)
+                for layer, *sizes in zip(self.model.layers, self.n_slots, *self.tier, strict=True)
             ],
             NO_UBATCH_LIMIT if limit is None else limit,
             self.pool,
@@ -169,7 +190,7 @@ class Engine(Closing):
                 stream.add_tensor(tensor.name, index, file, tensor.offset, tensor.slice_bytes)
         return stream
 
-    def _shape(self, layer: MoeLayer, n_slots: int) -> LayerShape:
+    def _shape(self, layer: MoeLayer, n_slots: int, n_tier: int, n_locked: int) -> LayerShape:
         selected = range(layer.n_expert + 1)
         stages, stages_device = (
             [1] * (layer.n_expert + 1)
@@ -178,7 +199,14 @@ class Engine(Closing):
             for on_device in (False, True)
         )
         return LayerShape(
-            layer.layer, layer.n_expert, layer.n_expert_used, n_slots, stages, stages_device
+            layer=layer.layer,
+            n_expert=layer.n_expert,
+            n_expert_used=layer.n_expert_used,
+            n_slots=n_slots,
+            n_stages=stages,
+            n_stages_device=stages_device,
+            n_tier=n_tier,
+            n_locked=n_locked,
         )
 
     def _functions(self) -> StreamFunctions:
@@ -191,9 +219,34 @@ class Engine(Closing):
         )
 
     def _on_reset(self) -> None:
-        for residency in self._residencies:
-            residency.clear()
+        for layer_index in range(len(self._residencies)):
+            self._forget(layer_index)
         self._loading.clear()
+
+    def _forget(self, layer_index: int) -> None:
+        self._residencies[layer_index].clear()
+        tier = self._tiers[layer_index]
+        if tier:
+            tier.clear()
+
+    def _begin(self, layer_index: int, plan: Plan) -> list[tuple[int, bool]]:
+        """Let the victims of a plan leave; return where each of its loads is in the tier."""
+        residency, tier = self._residencies[layer_index], self._tiers[layer_index]
+        residency.evict(plan)
+        if tier is None:
+            self._loading[layer_index] = _Step(plan)
+            return [NOT_IN_TIER] * len(plan.loads)
+        tier_plan = tier.plan(loaded_experts(plan))
+        tier.evict(tier_plan)
+        self._loading[layer_index] = _Step(plan, tier_plan)
+        return list(tier_plan.loads)
+
+    def _end(self, layer_index: int, step: "_Step") -> None:
+        """Enter what a plan has loaded."""
+        self._residencies[layer_index].apply(step.plan)
+        tier = self._tiers[layer_index]
+        if tier and step.tier:
+            tier.apply(step.tier)
 
     def _changing(self, change: Callable[..., None]) -> Callable[..., None]:
         """Have a layer forget its experts if anything is raised in a change, even by a signal."""
@@ -202,7 +255,7 @@ class Engine(Closing):
             try:
                 change(layer_index, *args)
             except BaseException:
-                self._residencies[layer_index].clear()
+                self._forget(layer_index)
                 raise
 
         return call
@@ -215,26 +268,35 @@ class Engine(Closing):
         step: Plan
         if n_stages <= 2:
             step = plan(residency, needed, missing)
-            residency.evict(step)
-            self._stream.load(layer_index, step.loads)
+            in_tier = self._begin(layer_index, step)
+            self._stream.load(
+                layer_index, [(*load, *t) for load, t in zip(step.loads, in_tier, strict=True)]
+            )
         else:
             step = staged = plan_stages(residency, needed, missing)
-            residency.evict(step)
-            self._stream.set_stages(layer_index, staged.places)
+            by_load = iter(self._begin(layer_index, step))
+            self._stream.set_stages(
+                layer_index,
+                [
+                    (*place, *(next(by_load, NOT_IN_TIER) if place.is_load else NOT_IN_TIER))
+                    for place in staged.places
+                ],
+            )
         self._stream.count_evictions(step.n_evictions)
-        self._loading[layer_index] = step
 
     def _on_ahead(self, layer_index: int, n_selected: int) -> None:
         step = plan_ahead(self._residencies[layer_index], n_selected)
         if step.loads:
-            self._stream.load_ahead(layer_index, step.loads)
-            self._loading[layer_index] = step
+            in_tier = self._begin(layer_index, step)
+            self._stream.load_ahead(
+                layer_index, [(*load, *t) for load, t in zip(step.loads, in_tier, strict=True)]
+            )
 
     def _on_complete(self, layer_index: int, is_read: bool) -> None:
         """Enter what has been loaded; what fails is never entered, so its slots stay free."""
         step = self._loading.pop(layer_index, None)
         if step is not None and is_read:
-            self._residencies[layer_index].apply(step)
+            self._end(layer_index, step)
 
     def _on_failure(self, error: BaseException) -> None:
         if self._on_error:
@@ -310,8 +372,12 @@ class Engine(Closing):
             slots = residency.free[: -min(residency.n_room, n_most) - 1 : -1]
             loads = tuple(zip(wanted, slots, strict=False))
             if loads:
-                self._stream.fill(layer_index, loads)
-                residency.apply(Plan(loads, ()))
+                in_tier = self._begin(layer_index, Plan(loads, ()))
+                step = self._loading.pop(layer_index)
+                self._stream.fill(
+                    layer_index, [(*load, *t) for load, t in zip(loads, in_tier, strict=True)]
+                )
+                self._end(layer_index, step)
             return len(loads)
 
     def n_needed(self) -> list[list[int]]:

@@ -123,8 +123,13 @@ class Context(Closing):
         n_ubatch: int = 512,
         n_threads: int = 2,
         n_seq_max: int = 1,
+        op_offload: bool = True,
     ) -> None:
-        """Create a context; raises ModelError if llama.cpp refuses."""
+        """Create a context; raises ModelError if llama.cpp refuses.
+
+        With `op_offload` large batches are computed on a device also where the weights are not;
+        never those of streamed experts, nor anything else of a model that has them.
+        """
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = n_ctx
@@ -132,6 +137,7 @@ class Context(Closing):
         params.n_seq_max = n_seq_max
         params.n_threads = n_threads
         params.n_threads_batch = n_threads
+        params.op_offload = op_offload
         self._model = model
         self._context = llama_cpp.llama_init_from_model(model.handle, params)
         if not self._context:

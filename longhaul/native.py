@@ -29,6 +29,8 @@ ResetFunction = Callable[[], None]
 FailureFunction = Callable[[BaseException], None]
 
 
+# Expert, slot, its place in the tier or -1, and whether its bytes are there, so nothing is read.
+Load = tuple[int, int, int, bool]
 PlanFunction = Callable[[int, int, list[int], list[int]], None]
 AheadFunction = Callable[[int, int], None]
 
@@ -393,9 +395,9 @@ class Stream(_Handle):
         """Whether a ubatch is running."""
         return bool(_lib().lh_stream_phase(self.pointer) != _lib().LH_N_PHASES)
 
-    def fill(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
-        """Read (expert, slot) pairs into free slots, while paused; raises ReadError."""
-        items = _ffi().new("lh_load[]", [(*load, -1, False) for load in loads])
+    def fill(self, layer_index: int, loads: Sequence[Load]) -> None:
+        """Read experts into free slots, while paused; raises ReadError."""
+        items = _ffi().new("lh_load[]", loads)
         check(_lib().lh_stream_fill(self.pointer, layer_index, items, len(loads)))
 
     def record(self, file: int | None) -> None:
@@ -405,19 +407,24 @@ class Stream(_Handle):
         """
         check(_lib().lh_stream_record(self.pointer, -1 if file is None else file))
 
-    def load(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
-        """Have all that is missing read into slots: (expert, slot) pairs. Only in on_plan."""
-        items = _ffi().new("lh_load[]", [(*load, -1, False) for load in loads])
+    def load(self, layer_index: int, loads: Sequence[Load]) -> None:
+        """Have all that is missing read into slots. Only in on_plan."""
+        items = _ffi().new("lh_load[]", loads)
         check(_lib().lh_stream_load(self.pointer, layer_index, items, len(loads)))
 
-    def load_ahead(self, layer_index: int, loads: Sequence[tuple[int, int]]) -> None:
-        """Start to read (expert, slot) pairs into free slots. Only in on_ahead."""
-        items = _ffi().new("lh_load[]", [(*load, -1, False) for load in loads])
+    def load_ahead(self, layer_index: int, loads: Sequence[Load]) -> None:
+        """Start to read experts into free slots. Only in on_ahead."""
+        items = _ffi().new("lh_load[]", loads)
         check(_lib().lh_stream_load_ahead(self.pointer, layer_index, items, len(loads)))
 
-    def set_stages(self, layer_index: int, places: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Say (stage, expert, slot, is_load) of every needed expert. Only in on_plan."""
-        items = _ffi().new("lh_place[]", [(*place, -1, False) for place in places])
+    def set_stages(
+        self, layer_index: int, places: Sequence[tuple[int, int, int, bool, int, bool]]
+    ) -> None:
+        """Say where every needed expert is computed. Only in on_plan.
+
+        A place is (stage, expert, slot, is_load, tier_slot, is_in_tier), the last two as in `Load`.
+        """
+        items = _ffi().new("lh_place[]", places)
         check(_lib().lh_stream_set_stages(self.pointer, layer_index, items, len(places)))
 
     def count_evictions(self, n: int) -> None:
@@ -448,8 +455,8 @@ class Stream(_Handle):
         """Return offsets in lh_live, for a reader that has no header: names and numbers only."""
         ffi, lib = _ffi(), _lib()
         offset, size = ffi.offsetof, ffi.sizeof
-        numbers = ("slot_bytes", "repacked_bytes", "device_bytes", "tier_bytes", "locked_bytes")
-        numbers += ("n_records", "n_replies")
+        sizes = ("slot_bytes", "repacked_bytes", "device_bytes", "tier_bytes", "locked_bytes")
+        numbers = (*sizes, "n_records", "n_replies")
 
         def ring(name: str, item: str, n_kept: int) -> dict[str, int]:
             return {"offset": offset("lh_live", name), "item_bytes": size(item), "n_kept": n_kept}

@@ -86,9 +86,9 @@ def stage_count(n_selected: int, n_slots: int, n_expert: int, *, on_device: bool
     """Return the stages that always suffice for a ubatch that selects up to `n_selected` experts.
 
     One where the slots hold every expert, so that misses are few. Two where they hold all of the
-    selected: those that are missing are read while the others are computed, except on a device,
-    where each stage costs a round trip to the CPU. Else two for what is resident, and two for each round of the slots that take turns, whose halves are loaded and
-    computed in turn.
+    selected: those that are missing are read while the others are computed; but one on a device,
+    where each stage costs a round trip to the CPU. Else two for what is resident, and two for each
+    round of the slots that take turns, whose halves are loaded and computed in turn.
     """
     if n_slots >= n_expert:
         return 1

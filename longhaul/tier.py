@@ -162,13 +162,23 @@ def no_slot(layer: MoeLayer) -> int:
     return 0
 
 
-def plan_tier(
-    layers: Sequence[MoeLayer], ram_bytes: int, pin_bytes: int = 0
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+class TierSizes(NamedTuple):
+    """Say how many experts of each layer the tier has room for, and how many of these locked."""
+
+    n_slots: tuple[int, ...]
+    n_locked: tuple[int, ...]
+
+    @classmethod
+    def none(cls, n_layers: int) -> "TierSizes":
+        """Return the sizes where there is no tier."""
+        return cls((0,) * n_layers, (0,) * n_layers)
+
+
+def plan_tier(layers: Sequence[MoeLayer], ram_bytes: int, pin_bytes: int = 0) -> TierSizes:
     """Return tier slots of each layer, and how many of them are locked, for so many bytes.
 
     The locked ones are a part of all. Each layer gets about the same fraction of its experts, and
     never more than all. Bytes are those of the experts; what alignment adds is not in them.
     """
     n_slots = plan_slots(layers, ram_bytes, no_slot)
-    return n_slots, plan_slots(layers, min(pin_bytes, ram_bytes), no_slot)
+    return TierSizes(n_slots, plan_slots(layers, min(pin_bytes, ram_bytes), no_slot))
