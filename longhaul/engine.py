@@ -37,11 +37,11 @@ from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
 from .stats import Record, Stats
-from .tier import HostTier, TierPlan, TierSizes, loaded_experts
+from .tier import HostTier, TierLoad, TierPlan, TierSizes, loaded_experts
 from .trace import TraceHeader, TraceLayer, header_bytes
 
 NO_UBATCH_LIMIT = 2**31 - 1
-NOT_IN_TIER = (-1, False)
+NOT_IN_TIER = TierLoad(-1, False)
 SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
 
 _switching_lock = threading.Lock()
@@ -229,7 +229,7 @@ class Engine(Closing):
         if tier:
             tier.clear()
 
-    def _begin(self, layer_index: int, plan: Plan) -> list[tuple[int, bool]]:
+    def _begin(self, layer_index: int, plan: Plan) -> list[TierLoad]:
         """Let the victims of a plan leave; return where each of its loads is in the tier."""
         residency, tier = self._residencies[layer_index], self._tiers[layer_index]
         residency.evict(plan)

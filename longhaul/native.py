@@ -29,8 +29,9 @@ ResetFunction = Callable[[], None]
 FailureFunction = Callable[[BaseException], None]
 
 
-# Expert, slot, its place in the tier or -1, and whether its bytes are there, so nothing is read.
-Load = tuple[int, int, int, bool]
+# Expert, slot, its place in the tier or -1, whether its bytes are there so that nothing is read,
+# and the place in the tier with which they change places once they were copied, or -1.
+Load = tuple[int, int, int, bool, int]
 PlanFunction = Callable[[int, int, list[int], list[int]], None]
 AheadFunction = Callable[[int, int], None]
 
@@ -418,11 +419,11 @@ class Stream(_Handle):
         check(_lib().lh_stream_load_ahead(self.pointer, layer_index, items, len(loads)))
 
     def set_stages(
-        self, layer_index: int, places: Sequence[tuple[int, int, int, bool, int, bool]]
+        self, layer_index: int, places: Sequence[tuple[int, int, int, bool, int, bool, int]]
     ) -> None:
         """Say where every needed expert is computed. Only in on_plan.
 
-        A place is (stage, expert, slot, is_load, tier_slot, is_in_tier), the last two as in `Load`.
+        A place is stage, expert, slot, whether it is a load, and then the rest of a `Load`.
         """
         items = _ffi().new("lh_place[]", places)
         check(_lib().lh_stream_set_stages(self.pointer, layer_index, items, len(places)))

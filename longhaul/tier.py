@@ -14,26 +14,33 @@ from .planner import Plan, StagedPlan
 from .policy import Queue
 
 HALVING_ROUNDS = 4  # loads for each expert, after which earlier loads count half
+SWAP_MARGIN = 2  # loads that an expert has to be ahead of one in a locked slot to take its place
 NONE = -1
 
 
 class TierLoad(NamedTuple):
-    """Say in which tier slot a load's bytes are, or are to be read; -1 stands for none."""
+    """Say in which tier slot a load's bytes are, or are to be read; -1 stands for none.
+
+    Once they have been copied to the device, they change places with those in `swap_slot`.
+    """
 
     tier_slot: int
     is_there: bool
+    swap_slot: int = NONE
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
     """Say what loads do with the tier: `loads` are of `experts`, `victims` are tier slots.
 
-    No tier slot is named twice in `loads`; victims have to leave before the reads begin.
+    No tier slot is named twice in `loads`; victims have to leave before the reads begin. Experts
+    that change places are among the victims, and `swapped` are those that lose a locked slot.
     """
 
     experts: tuple[int, ...]
     loads: tuple[TierLoad, ...]
     victims: tuple[int, ...]
+    swapped: tuple[int, ...] = ()
 
     @property
     def n_hits(self) -> int:
@@ -96,32 +103,42 @@ class HostTier:
     def plan(self, experts: Sequence[int]) -> TierPlan:
         """Give the loads of these experts, which are distinct, their tier slots. Changes nothing.
 
-        One that is read and is hotter than the coldest in a locked slot is read into that, so that
-        hot experts drift there without a copy.
+        One that is read and is hotter than the coldest in a locked slot is read into that. One that
+        is there, but not locked, and is clearly hotter changes places with it.
         """
         slot_of = self.slot_of
         there = {slot_of[expert] for expert in experts} - {NONE}
         n_reads = len(experts) - len(there)
         free = _last(self._free, n_reads)
         n_wanted = n_reads - len(free)
-        locked = self._locked.first(n_wanted, there)[::-1]  # the coldest is last
+        n_swaps = sum(slot >= self.n_locked for slot in there) if self.n_locked else 0
+        locked = self._locked.first(n_wanted + n_swaps, there)[::-1]  # the coldest is last
         pageable = self._pageable.first(n_wanted, there)[::-1]
         loads: list[TierLoad] = []
         victims: list[int] = []
+        swapped: list[int] = []
         for expert in experts:
             slot = slot_of[expert]
             is_there = slot >= 0
-            if not is_there and free:
+            heat = self.n_loads[expert] + 1  # with this load
+            if is_there:
+                if slot >= self.n_locked and locked:
+                    other = self.expert_of[locked[-1]]
+                    if self.n_loads[other] + SWAP_MARGIN < heat:
+                        loads.append(TierLoad(slot, True, locked.pop()))
+                        victims += [slot, loads[-1].swap_slot]
+                        swapped.append(other)
+                        continue
+            elif free:
                 slot = free.pop()
-            elif not is_there:
-                heat = self.n_loads[expert] + 1  # with this load
+            else:
                 for coldest in (locked, pageable):
                     if coldest and self.n_loads[self.expert_of[coldest[-1]]] < heat:
                         slot = coldest.pop()
                         victims.append(slot)
                         break
             loads.append(TierLoad(slot, is_there))
-        return TierPlan(tuple(experts), tuple(loads), tuple(victims))
+        return TierPlan(tuple(experts), tuple(loads), tuple(victims), tuple(swapped))
 
     def evict(self, plan: TierPlan) -> None:
         """Take the victims of a plan out of their slots, which become free."""
@@ -134,19 +151,26 @@ class HostTier:
     def apply(self, plan: TierPlan) -> None:
         """Enter what was read by a plan whose victims are out, and count all of its loads."""
         n_before = self._n_counted
-        for expert, (slot, is_there) in zip(plan.experts, plan.loads, strict=True):
+        swapped = iter(plan.swapped)
+        for expert, (slot, is_there, swap_slot) in zip(plan.experts, plan.loads, strict=True):
             self._n_counted += 1
             self.n_loads[expert] += 1
             self._last_load[expert] = self._n_counted
-            if slot >= 0 and not is_there:
-                del self._free[slot]
-                self.slot_of[expert] = slot
-                self.expert_of[slot] = expert
-                self._queue(slot).add(slot, expert)
+            if swap_slot >= 0:
+                self._enter(swap_slot, expert)
+                self._enter(slot, next(swapped))
+            elif slot >= 0 and not is_there:
+                self._enter(slot, expert)
         n_round = HALVING_ROUNDS * len(self.slot_of)
         if self._n_counted // n_round > n_before // n_round:
             self.n_loads[:] = [n / 2 for n in self.n_loads]
             self._rank()  # since keys have shrunk
+
+    def _enter(self, slot: int, expert: int) -> None:
+        del self._free[slot]
+        self.slot_of[expert] = slot
+        self.expert_of[slot] = expert
+        self._queue(slot).add(slot, expert)
 
 
 def _last(keys: dict[int, None], n: int) -> list[int]:

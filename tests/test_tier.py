@@ -12,6 +12,7 @@ from longhaul.policy import Lru
 from longhaul.replay import LayerCache, Tally, replay_layer
 from longhaul.tier import (
     HALVING_ROUNDS,
+    SWAP_MARGIN,
     HostTier,
     TierLoad,
     TierPlan,
@@ -163,6 +164,18 @@ def test_loads_of_both_kinds_of_plans_are_found() -> None:
 # --- whatever is loaded ---------------------------------------------------------------------------
 
 
+def test_a_hot_expert_changes_places_with_a_cold_one_that_is_locked() -> None:
+    tier = HostTier(8, 2, n_locked=1)
+    run(tier, [5], [2])  # 5 is locked
+    for _ in range(SWAP_MARGIN):
+        assert run(tier, [2]).swapped == ()
+    made = run(tier, [2])
+    assert made.loads == (TierLoad(1, True, swap_slot=0),)
+    assert made.swapped == (5,)
+    assert tier.expert_of == [2, 5]
+    assert tier.plan([2, 5]).loads == (TierLoad(0, True), TierLoad(1, True))
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[HostTier, list[list[int]]]:
     n_expert = draw(st.integers(1, 12))
@@ -184,13 +197,18 @@ def test_a_plan_names_no_slot_twice_and_changes_nothing(
         assert state(tier) == before
         assert made.experts == tuple(experts)
         assert len(made.loads) == len(experts)
-        slots = [load.tier_slot for load in made.loads if load.tier_slot >= 0]
+        slots = [s for load in made.loads for s in (load.tier_slot, load.swap_slot) if s >= 0]
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(len(tier.expert_of)))
-        targets = {s for s, is_there in made.loads if s >= 0 and not is_there}
-        assert set(made.victims) <= targets
+        targets = {s for s, is_there, _ in made.loads if s >= 0 and not is_there}
+        pairs = [load for load in made.loads if load.swap_slot >= 0]
+        swapped = {slot for load in pairs for slot in (load.tier_slot, load.swap_slot)}
+        assert set(made.victims) - swapped <= targets
+        assert swapped <= set(made.victims)
         assert len(set(made.victims)) == len(made.victims)
         assert targets - set(made.victims) <= set(tier._free)
+        assert made.swapped == tuple(tier.expert_of[load.swap_slot] for load in pairs)
+        assert all(load.swap_slot < tier.n_locked <= load.tier_slot for load in pairs)
         for expert, load in zip(experts, made.loads, strict=True):
             assert load.is_there == (tier.slot_of[expert] >= 0)
             assert not load.is_there or load.tier_slot == tier.slot_of[expert]
@@ -204,11 +222,18 @@ def test_who_comes_is_hotter_than_who_leaves_and_who_goes_by_is_not(
     tier, ubatches = case
     for experts in ubatches:
         made = tier.plan(experts)
-        there = {slot for slot, is_there in made.loads if is_there}
+        there = {slot for slot, is_there, _ in made.loads if is_there}
         kept = set(range(len(tier.expert_of))) - there - set(made.victims) - set(tier._free)
-        for expert, (slot, is_there) in zip(experts, made.loads, strict=True):
+        for expert, (slot, is_there, swap_slot) in zip(experts, made.loads, strict=True):
             heat = tier.n_loads[expert] + 1
-            if slot in made.victims:
+            if swap_slot >= 0:
+                assert tier.n_loads[tier.expert_of[swap_slot]] + SWAP_MARGIN < heat
+                assert all(tier[s] > tier[swap_slot] for s in kept if s < tier.n_locked)
+            elif is_there:
+                assert slot not in made.victims
+                if slot >= tier.n_locked:  # no locked one is much colder
+                    assert all(tier[s][0] + SWAP_MARGIN >= heat for s in kept if s < tier.n_locked)
+            elif slot in made.victims:
                 assert tier.n_loads[tier.expert_of[slot]] < heat
                 if slot >= tier.n_locked:  # no locked one is colder
                     assert all(tier[s][0] >= heat for s in kept if s < tier.n_locked)
@@ -237,13 +262,13 @@ def test_nothing_is_entered_or_counted_when_reads_fail(
         if data.draw(st.booleans()):
             tier.apply(made)
             check_consistent(tier)
-            for expert, (slot, _) in zip(experts, made.loads, strict=True):
-                assert tier.slot_of[expert] == slot
+            for expert, (slot, _, swap_slot) in zip(experts, made.loads, strict=True):
+                assert tier.slot_of[expert] == (slot if swap_slot < 0 else swap_slot)
         else:
             assert tier.n_loads == loads
             read = [e for e, load in zip(experts, made.loads, strict=True) if not load.is_there]
             assert all(tier.slot_of[expert] == -1 for expert in read)
-            assert tier.plan(experts).n_hits == made.n_hits
+            assert tier.plan(experts).n_hits == made.n_hits - len(made.swapped)
 
 
 # --- behind the slots of a device -----------------------------------------------------------------

@@ -221,6 +221,7 @@ typedef struct lh_load {
     int32_t
          tier_slot;  // of the tier: where its bytes are, or where they are read to on their way; -1: it stays out of it
     bool is_in_tier; // nothing is read
+    int32_t swap_slot; // of the tier: what is there changes places with it once it was copied; -1: nothing does
 } lh_load;
 
 // Bytes of lh_live and the tables behind it.
@@ -293,6 +294,7 @@ typedef struct lh_place {
     bool    is_load;   // false: the slot holds the expert already
     int32_t tier_slot; // of a load: see lh_load
     bool    is_in_tier;
+    int32_t swap_slot;
 } lh_place;
 
 // Say in which stage each needed expert is computed, and from which slot. A slot is used once in a stage, and first by what it

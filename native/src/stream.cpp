@@ -264,7 +264,7 @@ void lh_stream::fill(int32_t layer_index, const lh_load * loads, int32_t n_loads
     pool->submit(std::move(chunks), batch);
     pool->wait(batch);
     for (int32_t i = 0; i < n_loads; i++) {
-        layer.enter_tier(loads[i].expert, loads[i].tier_slot);
+        layer.enter_tier(loads[i]);
     }
 }
 
@@ -495,10 +495,24 @@ llama_stream_totals lh_stream::totals() const {
     return totals;
 }
 
-// Notes that the bytes of an expert have been read into the tier.
-void lh::stream_layer::enter_tier(int32_t expert, int32_t tier_slot) {
-    if (tier_slot >= 0) {
-        tier_of[tier_slot] = expert;
+// Notes that the bytes of an expert have been read into the tier, or have changed places there.
+void lh::stream_layer::enter_tier(const lh_load & load) {
+    if (load.tier_slot >= 0) {
+        tier_of[load.tier_slot] = load.expert;
+    }
+    if (load.swap_slot >= 0) {
+        std::swap(tier_of[load.tier_slot], tier_of[load.swap_slot]);
+    }
+}
+
+// Notes that nothing is known of what a load has changed in the tier.
+void lh::stream_layer::leave_tier(const lh_load & load) {
+    if (load.tier_slot >= 0 && !load.is_in_tier) {
+        tier_of[load.tier_slot] = -1;
+    }
+    if (load.swap_slot >= 0) {
+        tier_of[load.tier_slot] = -1;
+        tier_of[load.swap_slot] = -1;
     }
 }
 
@@ -514,6 +528,16 @@ void lh_stream::drop(lh::stream_layer & layer) {
         batches.push_back(layer.ahead.get());
     }
     pool->cancel(batches);
+    if (layer.plan.is_active && layer.plan.has_loads) {
+        for (const lh_place & load : layer.plan.loads) {
+            layer.leave_tier(lh::load_of(load));
+        }
+    }
+    if (layer.ahead) {
+        for (const lh_load & load : layer.ahead_loads) {
+            layer.leave_tier(load);
+        }
+    }
     layer.plan.is_active    = false;
     layer.plan.is_completed = false;
     layer.ahead.reset();
@@ -525,7 +549,7 @@ void lh_stream::settle(lh::stream_layer & layer) {
     layer.plan.is_completed = false;
     if (layer.plan.has_loads) {
         for (const lh_place & load : layer.plan.loads) {
-            layer.enter_tier(load.expert, load.tier_slot);
+            layer.enter_tier(lh::load_of(load));
         }
         report_complete(layer);
     }
@@ -609,12 +633,18 @@ void lh_stream::add_load(lh::stream_layer & layer, const lh::expert_tensor & ten
             lh::repack_rows_of_slot(slots, slot_offset, first, last);
         };
     }
+    const auto tier_slot = [&](int32_t slot) {
+        return slot < layer.n_locked ? tensor.locked + slot * tensor.slice_bytes
+                                     : tensor.tier + (slot - layer.n_locked) * tensor.slice_bytes;
+    };
     uint8_t * kept = nullptr; // in the tier
     if (load.tier_slot >= 0) {
-        kept = load.tier_slot < layer.n_locked ? tensor.locked + load.tier_slot * tensor.slice_bytes
-                                               : tensor.tier + (load.tier_slot - layer.n_locked) * tensor.slice_bytes;
-        layer.tier_of[load.tier_slot] = load.is_in_tier ? load.expert : -1; // until it has been read
+        kept = tier_slot(load.tier_slot);
+        if (!load.is_in_tier) {
+            layer.tier_of[load.tier_slot] = -1; // until it has been read
+        }
     }
+    uint8_t * other = load.swap_slot >= 0 ? tier_slot(load.swap_slot) : nullptr;
     for (const lh::piece & piece : lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes)) {
         lh::read_chunk chunk = { tensor.file, file_offset + piece.offset, piece.size, nullptr, {}, group };
         if (tensor.kind == lh::slot_kind::device) {
@@ -631,6 +661,14 @@ void lh_stream::add_load(lh::stream_layer & layer, const lh::expert_tensor & ten
         }
         if (kept && load.is_in_tier) {
             chunk.src = kept + piece.offset;
+            if (other) {
+                uint8_t * here  = kept + piece.offset;
+                uint8_t * there = other + piece.offset;
+                chunk.sink      = [copy = std::move(chunk.sink), here, there, n = piece.size](const uint8_t * data) {
+                    copy(data);
+                    std::swap_ranges(here, here + n, there);
+                };
+            }
         } else if (kept) {
             chunk.dst = kept + piece.offset;
         }
@@ -652,6 +690,15 @@ void lh_stream::check_tier(const lh::stream_layer & layer, const lh_load & load,
     }
     if (is_taken[load.tier_slot]) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "a place in the tier is used twice");
+    }
+    if (load.swap_slot != -1) {
+        if (load.swap_slot < 0 || load.swap_slot >= layer.n_tier || !load.is_in_tier) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "nothing to change places with");
+        }
+        if (load.swap_slot == load.tier_slot || is_taken[load.swap_slot]) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "a place in the tier is used twice");
+        }
+        is_taken[load.swap_slot] = true;
     }
     is_taken[load.tier_slot] = true;
     if (load.is_in_tier && layer.tier_of[load.tier_slot] != load.expert) {

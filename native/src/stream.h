@@ -118,7 +118,8 @@ struct stream_layer {
     std::unique_ptr<read_batch> ahead;        // reads that were started before the router spoke
     std::vector<lh_load>        ahead_loads;
 
-    void enter_tier(int32_t expert, int32_t tier_slot);
+    void enter_tier(const lh_load & load);
+    void leave_tier(const lh_load & load);
 
     std::map<std::pair<int32_t, int32_t>, sync_point> points; // by tensor and stage
 
@@ -245,7 +246,11 @@ struct lh_stream {
 
 namespace lh {
 
-std::string canonical_path(const std::string & path);
-int64_t     live_bytes(const lh_layer_shape * shapes, int32_t n_layers);
+std::string    canonical_path(const std::string & path);
+inline lh_load load_of(const lh_place & place) {
+    return { place.expert, place.slot, place.tier_slot, place.is_in_tier, place.swap_slot };
+}
+
+int64_t live_bytes(const lh_layer_shape * shapes, int32_t n_layers);
 
 } // namespace lh

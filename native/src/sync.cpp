@@ -114,7 +114,7 @@ void lh_stream::settle_ahead(lh::stream_layer & layer) {
         await(*layer.ahead); // what fails here is dropped at the end of the ubatch
         layer.ahead.reset();
         for (const lh_load & load : layer.ahead_loads) {
-            layer.enter_tier(load.expert, load.tier_slot);
+            layer.enter_tier(load);
         }
         report_complete(layer);
         live->counters[phase].wait_us += lh::now_us() - start_us;
@@ -276,7 +276,7 @@ void lh_stream::check_places(const lh::stream_layer & layer, const lh_place * pl
             throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is not in its slot");
         }
         if (place.is_load) {
-            check_tier(layer, { place.expert, place.slot, place.tier_slot, place.is_in_tier }, is_taken);
+            check_tier(layer, lh::load_of(place), is_taken);
         }
         if (layer.seen[place.expert] != n_collected || is_placed[place.expert]) {
             throw lh::layer_error(layer, "expert " + std::to_string(place.expert) + " is placed twice, or not needed");
@@ -345,12 +345,13 @@ void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads
     std::vector<lh_place>    places;
     for (int32_t expert : layer.needed) {
         if (layer.table.slot_of[expert] >= 0) {
-            places.push_back({ 0, expert, layer.table.slot_of[expert], false, -1, false });
+            places.push_back({ 0, expert, layer.table.slot_of[expert], false, -1, false, -1 });
         }
     }
     for (int32_t i = 0; i < n_loads; i++) {
         const lh_load & load = loads[i];
-        places.push_back({ layer.plan.n_stages - 1, load.expert, load.slot, true, load.tier_slot, load.is_in_tier });
+        places.push_back(
+            { layer.plan.n_stages - 1, load.expert, load.slot, true, load.tier_slot, load.is_in_tier, load.swap_slot });
     }
     set_stages(layer_index, places.data(), static_cast<int32_t>(places.size()));
 }
@@ -360,9 +361,7 @@ void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t s
     lh::stage_reads &           reads = plan.reads[tensor][stage];
     std::vector<lh::read_chunk> chunks;
     for (size_t i = plan.load_first[stage]; i < plan.load_first[stage + 1]; i++) {
-        const lh_place & load = plan.loads[i];
-        add_load(layer, layer.tensors[tensor], { load.expert, load.slot, load.tier_slot, load.is_in_tier }, reads.batch,
-                 chunks);
+        add_load(layer, layer.tensors[tensor], lh::load_of(plan.loads[i]), reads.batch, chunks);
     }
     reads.is_submitted = true;
     pool->submit(std::move(chunks), reads.batch);
