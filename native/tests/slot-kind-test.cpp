@@ -1,0 +1,124 @@
+// Checks how buffers are classified, with made-up buffer types and devices: ggml-metal's are there on macOS only.
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "ggml-backend-impl.h"
+#include "slot-kind.h"
+#include "status.h"
+
+static int n_checks = 0;
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        n_checks++;                                                                                                    \
+        if (!(condition)) {                                                                                            \
+            std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);                             \
+            std::abort();                                                                                              \
+        }                                                                                                              \
+    } while (false)
+
+// A backend of this name with a device whose default buffer type has that name.
+struct fake {
+    std::string                reg_name, buft_name;
+    bool                       is_host;
+    enum ggml_backend_dev_type type;
+    ggml_backend_reg           reg    = {};
+    ggml_backend_device        device = {};
+    ggml_backend_buffer_type   buft   = {};
+    ggml_backend_buffer_type   other  = {}; // another buffer type of the device
+
+    fake(const char * reg_name, const char * buft_name, bool is_host = false,
+         enum ggml_backend_dev_type type = GGML_BACKEND_DEVICE_TYPE_GPU) :
+        reg_name(reg_name),
+        buft_name(buft_name),
+        is_host(is_host),
+        type(type) {
+        reg.context        = this;
+        reg.iface.get_name = [](ggml_backend_reg_t r) {
+            return self(r->context).reg_name.c_str();
+        };
+        device.context        = this;
+        device.reg            = &reg;
+        device.iface.get_type = [](ggml_backend_dev_t d) {
+            return self(d->context).type;
+        };
+        device.iface.get_buffer_type = [](ggml_backend_dev_t d) {
+            return &self(d->context).buft;
+        };
+        buft.context        = this;
+        buft.device         = &device;
+        buft.iface.get_name = [](ggml_backend_buffer_type_t b) {
+            return self(b->context).buft_name.c_str();
+        };
+        buft.iface.is_host = [](ggml_backend_buffer_type_t b) {
+            return self(b->context).is_host;
+        };
+        other = buft;
+    }
+
+    static fake & self(void * context) { return *static_cast<fake *>(context); }
+};
+
+static bool is_refused(ggml_backend_buffer_type_t buft) {
+    try {
+        lh::slot_kind_of(buft, "blk.0.ffn_up_exps.weight");
+        return false;
+    } catch (const lh::error & e) {
+        CHECK(e.status == LH_STATUS_INVALID_ARGUMENT);
+        CHECK(e.message.find("blk.0.ffn_up_exps.weight") == 0);
+        CHECK(e.message.find(ggml_backend_buft_name(buft)) != std::string::npos);
+        return true;
+    }
+}
+
+static lh::slot_kind kind(fake & f) {
+    return lh::slot_kind_of(&f.buft, "blk.0.ffn_up_exps.weight");
+}
+
+int main() {
+    fake cpu("CPU", "CPU", true, GGML_BACKEND_DEVICE_TYPE_CPU);
+    fake locked("CUDA", "CUDA_Host", true);
+    fake repack("CPU", "CPU_REPACK", false, GGML_BACKEND_DEVICE_TYPE_CPU);
+    fake amx("CPU", "AMX", false, GGML_BACKEND_DEVICE_TYPE_CPU);
+    fake cuda("CUDA", "CUDA0");
+    fake vulkan("Vulkan", "Vulkan0");
+    fake rpc("RPC[127.0.0.1:50052]", "RPC0[127.0.0.1:50052]");
+    fake shared("MTL", "MTL0");
+    fake shared_12("MTL", "MTL12");
+    fake apart("MTL", "MTL0_Private"); // the default type where the device has memory of its own
+    fake mapped("MTL", "MTL0_Mapped");
+
+    CHECK(kind(cpu) == lh::slot_kind::host);
+    CHECK(kind(locked) == lh::slot_kind::host);
+    CHECK(kind(repack) == lh::slot_kind::repacked);
+    CHECK(kind(cuda) == lh::slot_kind::device);
+    CHECK(kind(vulkan) == lh::slot_kind::device);
+    CHECK(kind(rpc) == lh::slot_kind::device);
+    CHECK(kind(shared) == lh::slot_kind::mapped);
+    CHECK(kind(shared_12) == lh::slot_kind::mapped);
+    CHECK(kind(apart) == lh::slot_kind::device);
+    CHECK(is_refused(&amx.buft));
+    // types that are not their device's default: split buffers, mapped files, shared ones of a device that shares nothing
+    CHECK(is_refused(&cuda.other));
+    CHECK(is_refused(&mapped.other));
+    CHECK(is_refused(&shared.other));
+
+    CHECK(lh::is_on_device(lh::slot_kind::device));
+    CHECK(lh::is_on_device(lh::slot_kind::mapped));
+    CHECK(!lh::is_on_device(lh::slot_kind::host));
+    CHECK(!lh::is_on_device(lh::slot_kind::repacked));
+
+    fake unknown("SomethingNew", "New0");
+    CHECK(lh::traits_of(&vulkan.device).n_tokens_skipping == 9);
+    CHECK(lh::traits_of(&cuda.device).n_tokens_skipping == INT64_MAX);
+    CHECK(lh::traits_of(&rpc.device).n_tokens_skipping == INT64_MAX);
+    for (fake * f : { &vulkan, &cuda, &rpc, &shared }) {
+        CHECK(lh::traits_of(&f->device).has_quiet_writes);
+    }
+    CHECK(!lh::traits_of(&unknown.device).has_quiet_writes);
+
+    std::printf("%d checks\n", n_checks);
+    return 0;
+}
