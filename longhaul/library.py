@@ -13,6 +13,12 @@ _CHECKOUT = _PACKAGE.parent
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 STREAMING_SPINS = 2_000  # some 20 microseconds
 RESIDENT_SPINS = 10_000
+FUSION_SWITCHES = (
+    "GGML_VK_DISABLE_FUSION",
+    "GGML_CUDA_DISABLE_FUSION",
+    "GGML_METAL_FUSION_DISABLE",
+    "GGML_OPENCL_DISABLE_FUSION",
+)
 _HOW_TO_BUILD = "build them with `make build` in a checkout, or install the package with pip"
 
 
@@ -45,6 +51,16 @@ def openmp_environment(*, reads: bool = True) -> dict[str, str]:
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return {}
     return {"GOMP_SPINCOUNT": str(STREAMING_SPINS if reads else RESIDENT_SPINS)}
+
+
+def exact_environment() -> dict[str, str]:
+    """Return variables that have devices compute each operation by itself, none the user has set.
+
+    To be set before the first library is loaded. Backends fuse operations that are neighbours in a
+    part of a graph that runs on one device, and a fused one may round otherwise: streaming cuts
+    graphs into other parts than they have where all experts are resident.
+    """
+    return {name: "1" for name in FUSION_SWITCHES if name not in os.environ}
 
 
 def header_text() -> str:

@@ -15,9 +15,9 @@ import numpy as np
 
 from .closing import Closing
 from .errors import DecodeError, ModelError
-from .library import lib_dir, lib_path, openmp_environment
+from .library import exact_environment, lib_dir, lib_path, openmp_environment
 
-os.environ.update(openmp_environment())
+os.environ.update(openmp_environment() | exact_environment())
 os.environ["LLAMA_CPP_LIB_PATH"] = str(lib_dir())  # before the import: the bindings load from there
 
 import llama_cpp

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longhaul.library import openmp_environment
+from longhaul.library import FUSION_SWITCHES, exact_environment, openmp_environment
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +27,14 @@ def test_what_the_user_has_set_stays(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert openmp_environment() == {}
+
+
+def test_devices_fuse_nothing_unless_the_user_has_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in FUSION_SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    assert exact_environment()["GGML_VK_DISABLE_FUSION"] == "1"
+    monkeypatch.setenv("GGML_CUDA_DISABLE_FUSION", "0")
+    assert "GGML_CUDA_DISABLE_FUSION" not in exact_environment()
+    assert len(exact_environment()) == len(FUSION_SWITCHES) - 1
