@@ -32,7 +32,7 @@ from .config import Config
 from .errors import ConfigError, NativeError, ReadError
 from .experts import MoeLayer, MoeModel
 from .files import replacing
-from .native import LayerShape, ReadPool, Stream, StreamFunctions
+from .native import LayerShape, ReadPool, SlotBytes, Stream, StreamFunctions
 from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
@@ -384,8 +384,8 @@ class Engine(Closing):
         """Return how many decoded ubatches have needed each expert, by layer."""
         return [self._stream.n_needed(index) for index in range(len(self.n_slots))]
 
-    def slot_bytes(self) -> tuple[int, int]:
-        """Return bytes of the slot tensors that llama.cpp allocated last, and of the repacked."""
+    def slot_bytes(self) -> SlotBytes:
+        """Return the bytes of the slot tensors that llama.cpp allocated last."""
         return self._stream.slot_bytes()
 
     def resident(self, layer_index: int) -> dict[int, int]:

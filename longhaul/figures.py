@@ -27,6 +27,9 @@ class RunFigures:
     peak_rss_bytes: int
     stats: Stats
     records: tuple[Record, ...]  # of the last ubatches
+    device_bytes: int = 0  # of the slots, on devices
+    tier_bytes: int = 0  # of the memory behind those
+    locked_bytes: int = 0  # of that memory, page-locked
 
 
 def counters_dict(counters: Counters) -> dict[str, float]:
@@ -34,6 +37,7 @@ def counters_dict(counters: Counters) -> dict[str, float]:
     return {
         **asdict(counters),
         "hit_rate": counters.hit_rate,
+        "tier_rate": counters.tier_rate,
         "tokens_per_s": counters.tokens_per_s,
         "read_bytes_per_token": counters.read_bytes_per_token,
         "roofline_ratio": counters.roofline_ratio,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cffi
 
@@ -48,6 +48,19 @@ class LayerShape:
     n_stages_device: Sequence[int]  # where slots are on a device
     n_tier: int = 0  # experts that ordinary memory has room for behind the slots
     n_locked: int = 0  # of these, in page-locked memory where there is such
+
+
+_SIZES = ("slot", "repacked", "device", "tier", "locked")  # of lh_live
+
+
+class SlotBytes(NamedTuple):
+    """Hold bytes of slots: of all, and of those repacked and on devices; and behind slots."""
+
+    all: int
+    repacked: int
+    device: int
+    tier: int
+    locked: int  # of the tier, page-locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,8 +469,7 @@ class Stream(_Handle):
         """Return offsets in lh_live, for a reader that has no header: names and numbers only."""
         ffi, lib = _ffi(), _lib()
         offset, size = ffi.offsetof, ffi.sizeof
-        sizes = ("slot_bytes", "repacked_bytes", "device_bytes", "tier_bytes", "locked_bytes")
-        numbers = (*sizes, "n_records", "n_replies")
+        numbers = (*(f"{name}_bytes" for name in _SIZES), "n_records", "n_replies")
 
         def ring(name: str, item: str, n_kept: int) -> dict[str, int]:
             return {"offset": offset("lh_live", name), "item_bytes": size(item), "n_kept": n_kept}
@@ -481,9 +493,10 @@ class Stream(_Handle):
             for name in ("slot_of", "expert_of", "last_use")
         }
 
-    def slot_bytes(self) -> tuple[int, int]:
-        """Return bytes of the last model's slot tensors, and of those the repacked ones."""
-        return int(self._open_live.slot_bytes), int(self._open_live.repacked_bytes)
+    def slot_bytes(self) -> SlotBytes:
+        """Return the bytes of the last model's slots and of what is behind them."""
+        live = self._open_live
+        return SlotBytes(*(int(getattr(live, f"{name}_bytes")) for name in _SIZES))
 
 
 def _counters(c: Any) -> Counters:

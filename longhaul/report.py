@@ -140,11 +140,33 @@ def time_split(counters: Counters) -> str:
     )
 
 
+def hit_text(counters: Counters, *, has_tier: bool) -> str:
+    """Say where the experts that were needed came from."""
+    text = f"hit rate {counters.hit_rate:.1%}"
+    if has_tier:
+        disk_rate = 1 - counters.hit_rate - counters.tier_rate
+        text += f" + {counters.tier_rate:.1%} from memory + {disk_rate:.1%} from disk"
+    return text
+
+
 def slots_line(run: RunFigures) -> str:
-    """Say how large the slots were, and whether they were in the CPU's repacked layout."""
-    share = run.repacked_bytes / run.slot_bytes if run.slot_bytes else 0.0
-    layout = {0.0: "as in the file", 1.0: "repacked"}.get(share, f"{share:.0%} repacked")
-    return f"slots   {run.slot_bytes / MIB:.1f} MiB, {layout}"
+    """Say how large the slots were, where, and in which layout."""
+    parts = []
+    for size_bytes, layout in (
+        (run.slot_bytes - run.device_bytes - run.repacked_bytes, "as in the file"),
+        (run.repacked_bytes, "repacked"),
+        (run.device_bytes, "on devices"),
+    ):
+        if size_bytes:
+            share = size_bytes / run.slot_bytes
+            parts.append(layout if share == 1 else f"{share:.0%} {layout}")
+    text = f"slots   {run.slot_bytes / MIB:.1f} MiB, {', '.join(parts)}"
+    if run.tier_bytes:
+        text += (
+            f", and {run.tier_bytes / MIB:.1f} MiB of memory behind them,"
+            f" {run.locked_bytes / MIB:.1f} MiB of it page-locked"
+        )
+    return text
 
 
 def summary_lines(run: RunFigures) -> list[str]:
@@ -154,13 +176,13 @@ def summary_lines(run: RunFigures) -> list[str]:
         if counters.n_tokens:
             lines.append(
                 f"{name} {counters.n_tokens} at {counters.tokens_per_s:.2f} tok/s,"
-                f" hit rate {counters.hit_rate:.1%},"
+                f" {hit_text(counters, has_tier=run.tier_bytes > 0)},"
                 f" {counters.read_bytes_per_token / MIB:.2f} MiB read per token,"
                 f" {time_split(counters)}"
             )
     total = run.stats.total
     lines.append(
-        f"total   {total.n_tokens} tokens, hit rate {total.hit_rate:.1%},"
+        f"total   {total.n_tokens} tokens, {hit_text(total, has_tier=run.tier_bytes > 0)},"
         f" {total.read_bytes_per_token / MIB:.2f} MiB read per token,"
         f" {total.n_evictions} evictions, {total.n_errors} errors"
     )

@@ -11,7 +11,7 @@ class Counters:
     n_tokens: int = 0
     n_hits: int = 0
     n_misses: int = 0
-    n_tier_hits: int = 0  # loads that came from the tier of ordinary memory behind device slots
+    n_tier_hits: int = 0  # of the misses, those that came from memory behind a device's slots
     n_evictions: int = 0
     read_bytes: int = 0
     compute_s: float = 0.0  # whole ubatches, waiting included
@@ -33,6 +33,12 @@ class Counters:
         """Hits per distinct expert needed, 0 to 1; 0 when nothing was needed."""
         n_needed = self.n_hits + self.n_misses
         return self.n_hits / n_needed if n_needed else 0.0
+
+    @property
+    def tier_rate(self) -> float:
+        """Part of the experts needed that came from memory behind a device's slots, 0 to 1."""
+        n_needed = self.n_hits + self.n_misses
+        return self.n_tier_hits / n_needed if n_needed else 0.0
 
     @property
     def tokens_per_s(self) -> float:

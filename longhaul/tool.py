@@ -132,7 +132,7 @@ def _page(plan: RunPlan, engine: Engine, server: ServerArguments, port: int) -> 
 
 def run_figures(plan: RunPlan, engine: Engine, config: Config) -> RunFigures:
     """Return the figures of a run up to now."""
-    slot_bytes, repacked_bytes = engine.slot_bytes()
+    sizes = engine.slot_bytes()
     return RunFigures(
         model=plan.model.name or plan.model.path.name,
         arch=plan.model.arch,
@@ -141,8 +141,11 @@ def run_figures(plan: RunPlan, engine: Engine, config: Config) -> RunFigures:
         n_stages=plan.n_stages,
         policy=config.policy,
         budget_bytes=plan.budget_bytes,
-        slot_bytes=slot_bytes,
-        repacked_bytes=repacked_bytes,
+        slot_bytes=sizes.all,
+        repacked_bytes=sizes.repacked,
+        device_bytes=sizes.device,
+        tier_bytes=sizes.tier,
+        locked_bytes=sizes.locked,
         planned_bytes=plan.planned.total_bytes,
         peak_rss_bytes=peak_rss_bytes(),
         stats=engine.stats(),

@@ -241,11 +241,11 @@ class _Session:
                 self._close = stack.pop_all().close
         except LonghaulError as e:
             return _told(e)
-        slot_bytes, repacked_bytes = engine.slot_bytes()
+        sizes = engine.slot_bytes()
         return {
             "modes": engine.pool.modes,
-            "slot_bytes": slot_bytes,
-            "repacked_bytes": repacked_bytes,
+            "slot_bytes": sizes.all,
+            "repacked_bytes": sizes.repacked,
         }
 
     def decode(

@@ -60,7 +60,7 @@ def stream(path: Path, n_slots: int, recipe: Recipe, config: Config | None = Non
     model = read_index(path)
     with Engine(model, [n_slots] * len(model.layers), config or Config()) as engine:
         with llama.Model(path, repack=recipe.repack):
-            slot_bytes, repacked_bytes = engine.slot_bytes()
+            slot_bytes, repacked_bytes, *_ = engine.slot_bytes()
         run = evaluate(path, recipe)
         engine.raise_kept()
         return Run(run.logits, run.n_ubatch, engine.stats(), slot_bytes, repacked_bytes)

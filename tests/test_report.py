@@ -215,7 +215,28 @@ def test_summary_counts_errors() -> None:
 
 @pytest.mark.parametrize(
     ("repacked_bytes", "layout"),
-    [(0, "as in the file"), (16 * MIB, "repacked"), (4 * MIB, "25% repacked")],
+    [
+        (0, "as in the file"),
+        (16 * MIB, "repacked"),
+        (4 * MIB, "75% as in the file, 25% repacked"),
+    ],
 )
 def test_summary_says_how_slots_are_laid_out(repacked_bytes: int, layout: str) -> None:
     assert f"slots   16.0 MiB, {layout}" in summary_lines(figures(Stats(), repacked_bytes))
+
+
+def test_summary_says_what_was_on_devices_and_in_memory_behind_them() -> None:
+    decode = Counters(n_tokens=1, n_hits=60, n_misses=40, n_tier_hits=30, compute_s=1.0)
+    run = replace(
+        figures(Stats(decode=decode)),
+        device_bytes=12 * MIB,
+        tier_bytes=32 * MIB,
+        locked_bytes=8 * MIB,
+    )
+    tokens, total, slots, _ = summary_lines(run)
+    assert ", hit rate 60.0% + 30.0% from memory + 10.0% from disk," in tokens
+    assert ", hit rate 60.0% + 30.0% from memory + 10.0% from disk," in total
+    assert slots == (
+        "slots   16.0 MiB, 25% as in the file, 75% on devices,"
+        " and 32.0 MiB of memory behind them, 8.0 MiB of it page-locked"
+    )

@@ -122,7 +122,7 @@ typedef struct lh_counters {
     int64_t n_tokens;
     int64_t n_hits;      // distinct (layer, expert) of a ubatch that were resident
     int64_t n_misses;    // distinct (layer, expert) of a ubatch that were not
-    int64_t n_tier_hits; // loads that came from the tier of ordinary memory, and not from a file
+    int64_t n_tier_hits; // of the misses, those whose bytes came from the tier
     int64_t n_evictions;
     int64_t read_bytes;
     int64_t compute_us; // from the start to the end of the ubatches, waiting included

@@ -744,8 +744,5 @@ void lh_stream::load_ahead(int32_t layer_index, const lh_load * loads, int32_t n
     }
     layer.ahead = std::move(ahead);
     layer.ahead_loads.assign(loads, loads + n_loads);
-    for (const lh_load & load : layer.ahead_loads) {
-        count_tier_hit(load.is_in_tier);
-    }
     pool->submit(std::move(chunks), *layer.ahead);
 }

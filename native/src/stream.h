@@ -214,7 +214,6 @@ struct lh_stream {
     void allocate_tier(const lh::stream_layer & layer, lh::expert_tensor & tensor);
     void use_staging(ggml_backend_device * device);
     void free_memory();
-    void count_tier_hit(bool is_in_tier) { live->counters[phase].n_tier_hits += is_in_tier ? 1 : 0; }
     void fill_ids(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) const;
     void settle(lh::stream_layer & layer);
     void stamp(lh::stream_layer & layer);

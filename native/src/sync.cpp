@@ -323,7 +323,7 @@ void lh_stream::set_stages(int32_t layer_index, const lh_place * places, int32_t
         if (places[i].is_load) {
             plan.loads.push_back(places[i]);
             plan.load_first[places[i].stage + 1]++;
-            count_tier_hit(places[i].is_in_tier);
+            live->counters[phase].n_tier_hits += places[i].is_in_tier ? 1 : 0;
         }
     }
     std::stable_sort(plan.loads.begin(), plan.loads.end(),
