@@ -7,8 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <unordered_map>
 
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama-stream-hook.h"
 #include "llama.h"
@@ -103,6 +105,27 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
     return status == LH_STATUS_OK;
 }
 
+// Says where the slots are, and how experts get there.
+static void log_slots(const lh_stream & stream) {
+    std::map<std::string, int64_t> n_bytes;
+    for (const stream_layer & layer : stream.layers) {
+        for (const expert_tensor & tensor : layer.tensors) {
+            if (tensor.slots) {
+                std::string where = ggml_backend_buft_name(ggml_backend_buffer_get_type(tensor.slots->buffer));
+                where += std::string(" (") + kind_text(tensor.kind);
+                if (tensor.kind == slot_kind::device) {
+                    where += stream.has_staging() ? ", through page-locked memory" : ", through ordinary memory";
+                    where += layer.is_quiet ? "" : ", while nothing is computed";
+                }
+                n_bytes[where + ")"] += ggml_nbytes(tensor.slots);
+            }
+        }
+    }
+    for (const auto & [where, n] : n_bytes) {
+        log_line(GGML_LOG_LEVEL_INFO, std::to_string(n >> 20) + " MiB of slots in " + where);
+    }
+}
+
 // Says what a new context is like.
 static void log_context(const lh_stream & stream, uint32_t n_ubatch, uint32_t wanted) {
     int32_t least = INT32_MAX, most = 0, n_stages = 1;
@@ -127,7 +150,12 @@ static uint32_t hook_n_ubatch(void * handle, uint32_t wanted) {
     if (model.holds) { // a context of a model without slots only asks for shapes
         stream.is_ready = true;
     }
-    guarded([&] { log_context(stream, n_ubatch, wanted); });
+    guarded([&] {
+        log_context(stream, n_ubatch, wanted);
+        if (model.holds) {
+            log_slots(stream);
+        }
+    });
     return n_ubatch;
 }
 

@@ -474,6 +474,7 @@ llama_stream_totals lh_stream::totals() const {
     for (const lh_counters & counters : live->counters) {
         totals.n_hits += counters.n_hits;
         totals.n_misses += counters.n_misses;
+        totals.n_tier_hits += counters.n_tier_hits;
         totals.n_evictions += counters.n_evictions;
         totals.n_errors += counters.n_errors;
         totals.read_bytes += counters.read_bytes;

@@ -172,6 +172,8 @@ struct lh_stream {
     int32_t  n_stages_for(const lh::stream_layer & layer, int64_t n_selected) const;
     uint32_t n_stage_nodes(uint32_t n_tokens) const;
 
+    bool has_staging() const { return staging != nullptr; }
+
     lh::stream_layer & layer_at(int32_t layer_index);
     void               check_file(int32_t file) const { pool->check_file(file); }
 
