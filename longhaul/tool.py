@@ -22,6 +22,8 @@ from .watch import ignore_signals, watching
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
 NO_PAST_PROMPTS = ["--cache-ram", "0"]  # by default 8 GiB, which nobody would have planned
 
+WITHOUT_MODEL = ("quantize", "rpc-server")
+
 
 def run_command(
     tool: str, program: str, config: Config | None, args: Sequence[str], *, help_llama: bool
@@ -33,7 +35,7 @@ def run_command(
     native.require_libraries()
     if help_llama:
         return run_tool(tool, program, ["--help"])
-    if tool != "quantize" and not only_asks(args) and not names_model(args):
+    if tool not in WITHOUT_MODEL and not only_asks(args) and not names_model(args):
         args = ["--model", str(demo.ensure(progress=say)), *args]
     return run_tool(tool, program, args)
 
