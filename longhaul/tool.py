@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from . import demo, live, machine, native, report
-from .arguments import config_files, names_model, only_asks, read_arguments, spelled
+from .arguments import config_files, names_model, only_asks, read_arguments, spelled, workers
 from .config import Config
 from .engine import Engine
 from .figures import RunFigures, write_json
@@ -41,7 +41,12 @@ def run_command(
 
 
 def run_tool(tool: str, program: str, args: Sequence[str]) -> int:
-    """Run a tool; Ctrl-C is its own matter, where Python would note it and wait for the end."""
+    """Run a tool; Ctrl-C is its own matter, where Python would note it and wait for the end.
+
+    Raises NativeError if another machine that it is to use cannot be reached.
+    """
+    for endpoint in workers(args):
+        native.add_worker(endpoint)
     is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_pythons:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

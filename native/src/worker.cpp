@@ -8,15 +8,6 @@
 
 namespace lh {
 
-static bool is_registered(ggml_backend_reg_t reg) {
-    for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
-        if (ggml_backend_reg_get(i) == reg) {
-            return true;
-        }
-    }
-    return false;
-}
-
 // Through the registry, so that it works where backends are modules as well.
 static void add_worker(const char * endpoint) {
     using add_server_fn          = ggml_backend_reg_t (*)(const char * endpoint);
@@ -30,9 +21,7 @@ static void add_worker(const char * endpoint) {
     if (!worker) {
         throw error(LH_STATUS_STATE, std::string("worker ") + endpoint + " has no devices");
     }
-    if (!is_registered(worker)) {
-        ggml_backend_register(worker);
-    }
+    ggml_backend_register(worker); // once
 }
 
 } // namespace lh
