@@ -6,7 +6,8 @@ A worker runs in a network namespace of its own, behind a pair of virtual cards 
 limits in both directions, and, where the kernel has netem, with a delay. Each network, loopback
 first, decodes the same tokens twice: with a slot for every expert, when all of them are there
 (hits only), and with few slots (misses). Logits have to be equal everywhere. Prints tok/s, and
-bytes by the card's own counters, with what the link carried and how long a round trip took.
+bytes by the card's own counters, with what the link carried and how long a round trip took. A token
+waits for one round trip per layer, and one for its logits.
 """
 
 import argparse
