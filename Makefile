@@ -3,6 +3,7 @@
 # make build  the Python environment in .venv and the libraries in build/lib
 # make exact  compare every architecture with its resident run in more shapes than make test does
 # make fuzz   read 100,000 damaged model headers, which takes minutes
+# make test-rpc  stream into the memory of two workers on this machine
 # make sanitize  run the read pool under ThreadSanitizer, AddressSanitizer and UBSan
 # make unpatched  a plain llama.cpp in build/unpatched, for bench/compare.py
 # make ui     llama-server's chat page into longhaul-server, with npm
@@ -30,7 +31,7 @@ NATIVE := build/native
 SDIST := $(LONGHAUL_CACHE_DIR)/llama_cpp_python-0.3.36.tar.gz
 NATIVE_SOURCES := $(wildcard native/src/*.cpp native/src/*.h native/include/*.h native/tests/*.cpp)
 
-.PHONY: demo test exact fuzz sanitize unpatched ui build fix clean check configure
+.PHONY: demo test test-rpc exact fuzz sanitize unpatched ui build fix clean check configure
 
 demo: build
 	$(DEMO)
@@ -42,6 +43,10 @@ test: build
 	$(BIN)/mypy longhaul
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES))
 	$(BIN)/pytest -ra
+
+test-rpc: build
+	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
+	$(BIN)/pytest -ra tests/test_rpc.py
 
 exact: build
 	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs

@@ -102,6 +102,12 @@ def remote_models(args: Sequence[str], env: Mapping[str, str] = os.environ) -> l
     return words + [variable for variable in _REMOTE_VARIABLES if env.get(variable)]
 
 
+def workers(args: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the other machines, HOST:PORT, that llama.cpp is told to use."""
+    value = option(args, ("-rpc", "--rpc"), env, "LLAMA_ARG_RPC")
+    return [endpoint for endpoint in (value or "").split(",") if endpoint]
+
+
 def only_asks(args: Sequence[str]) -> bool:
     """Say whether the tool is only asked for something that needs no model."""
     return len(args) == 1 and spelled(args[0]) in _QUESTIONS

@@ -6,7 +6,7 @@ Arrays are numpy, tokens first: logits (n_tokens, n_vocab).
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .closing import Closing
-from .errors import DecodeError, ModelError
+from .errors import ConfigError, DecodeError, ModelError, NativeError
 from .library import exact_environment, lib_dir, lib_path, openmp_environment
 
 os.environ.update(openmp_environment() | exact_environment())
@@ -45,7 +45,7 @@ class Device:
     """Name something that computes, and its memory where it has some of its own."""
 
     name: str
-    description: str
+    description: str  # of another machine's: its address
     free_bytes: int  # 0 for a CPU, whose memory the system knows better
     total_bytes: int
 
@@ -76,6 +76,58 @@ def devices() -> list[Device]:
     return found
 
 
+def add_rpc_server(endpoint: str) -> list[Device]:
+    """Make the devices of a worker (`longhaul rpc-server`), HOST:PORT, known, and return them.
+
+    Raises NativeError if it cannot be reached.
+    """
+    native = ctypes.CDLL(str(lib_path("longhaul")))
+    native.lh_last_error.restype = ctypes.c_char_p
+    if native.lh_add_worker(endpoint.encode()) != 0:
+        raise NativeError(native.lh_last_error().decode(errors="replace"))
+    return [device for device in devices() if device.description == endpoint]
+
+
+def _device_handles(names: Sequence[str]) -> Any:
+    """Return an array of ggml devices that ends with a null; raises ConfigError without one."""
+    registry = ctypes.CDLL(str(lib_path("ggml")))
+    registry.ggml_backend_dev_by_name.restype = ctypes.c_void_p
+    registry.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    handles = [registry.ggml_backend_dev_by_name(name.encode()) for name in names]
+    for name, handle in zip(names, handles, strict=True):
+        if not handle:
+            known = ", ".join(device.name for device in devices())
+            raise ConfigError(f"no device {name!r}; there are {known}")
+    return (ctypes.c_void_p * (len(names) + 1))(*handles, None)
+
+
+class _Override(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _override_table(overrides: Mapping[str, str]) -> Any:
+    """Return an array of buffer types by pattern that ends with a null; raises ConfigError."""
+    base, registry = (ctypes.CDLL(str(lib_path(name))) for name in ("ggml-base", "ggml"))
+    registry.ggml_backend_dev_get.restype = ctypes.c_void_p
+    registry.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    base.ggml_backend_dev_buffer_type.restype = ctypes.c_void_p
+    base.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_buft_name.restype = ctypes.c_char_p
+    base.ggml_backend_buft_name.argtypes = [ctypes.c_void_p]
+    found: dict[str, int] = {}
+    for index in range(registry.ggml_backend_dev_count()):
+        buffer_type = base.ggml_backend_dev_buffer_type(registry.ggml_backend_dev_get(index))
+        found[base.ggml_backend_buft_name(buffer_type).decode()] = buffer_type
+    table = (_Override * (len(overrides) + 1))()
+    for entry, (pattern, name) in zip(table, overrides.items(), strict=False):
+        if name not in found:
+            raise ConfigError(f"no buffer type {name!r}; there are {', '.join(found)}")
+        entry.pattern, entry.buffer_type = pattern.encode(), found[name]
+    return table
+
+
 class Model(Closing):
     """Hold a loaded model; close it to free the memory."""
 
@@ -86,8 +138,16 @@ class Model(Closing):
         n_gpu_layers: int = 0,
         use_mmap: bool = True,
         repack: bool = True,
+        devices: Sequence[str] = (),
+        tensor_split: Sequence[float] = (),
+        tensor_overrides: Mapping[str, str] | None = None,
     ) -> None:
-        """Load a GGUF; raises ModelError if llama.cpp refuses it."""
+        """Load a GGUF; raises ModelError if llama.cpp refuses it.
+
+        `devices` are the names of those that get layers, all that there are if it is empty;
+        `tensor_split` says in which proportion, by free memory if it is empty. `tensor_overrides`
+        are buffer types by a pattern of tensor names, as --override-tensor has them.
+        """
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
@@ -95,6 +155,15 @@ class Model(Closing):
             llama_cpp.LLAMA_LOAD_MODE_MMAP if use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
         )
         params.use_extra_bufts = repack
+        if devices:
+            handles = _device_handles(devices)
+            params.devices = ctypes.cast(handles, ctypes.c_void_p)
+        if tensor_split:
+            shares = (ctypes.c_float * llama_cpp.llama_max_devices())(*tensor_split)
+            params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+        if tensor_overrides:
+            overrides = _override_table(tensor_overrides)
+            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise ModelError(f"llama.cpp cannot load {path}; its log says why")

@@ -69,6 +69,25 @@ def quantize(args: tuple[str, ...], help_llama: bool) -> None:
     sys.exit(run_command("quantize", "longhaul quantize", None, args, help_llama=help_llama))
 
 
+@main.command("rpc-server", cls=ToolCommand, context_settings=PASS_THROUGH)
+@ARGS
+@one_line_errors
+@help_llama_option("longhaul rpc-server")
+def rpc_server(args: tuple[str, ...], help_llama: bool) -> None:
+    """Lend this machine's memory and devices to others, as ggml-rpc-server does.
+
+    \b
+    longhaul rpc-server --host 192.168.0.2 --port 50052
+    longhaul-cli --model M.gguf --rpc 192.168.0.2:50052 --n-gpu-layers 99     # on another machine
+
+    Whoever reaches the port can use it, and read what is in its memory: only for networks of your
+    own. It needs no model, and serves one client after the other.
+    """
+    from .tool import run_command
+
+    sys.exit(run_command("rpc-server", "longhaul rpc-server", None, args, help_llama=help_llama))
+
+
 F = TypeVar("F", bound=Callable[..., object])
 
 

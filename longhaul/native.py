@@ -549,6 +549,11 @@ def preparing(prepare: PrepareFunction) -> Iterator[None]:
         lib.lh_set_prepare(ffi.NULL, ffi.NULL)
 
 
+def add_worker(endpoint: str) -> None:
+    """Make the devices of another machine, HOST:PORT, known; raises NativeError if none answers."""
+    check(_lib().lh_add_worker(endpoint.encode()))
+
+
 def run_tool(name: str, program: str, args: Sequence[str]) -> int:
     """Run one of llama.cpp's tools in this process and return its exit code."""
     ffi, lib = _ffi(), _tools_lib()

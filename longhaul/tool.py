@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from . import demo, live, machine, native, report
-from .arguments import config_files, names_model, only_asks, read_arguments, spelled
+from .arguments import config_files, names_model, only_asks, read_arguments, spelled, workers
 from .config import Config
 from .engine import Engine
 from .figures import RunFigures, write_json
@@ -22,6 +22,8 @@ from .watch import ignore_signals, watching
 NO_WARMUP = ["--no-warmup"]  # which would read experts before anybody asked for a word
 NO_PAST_PROMPTS = ["--cache-ram", "0"]  # by default 8 GiB, which nobody would have planned
 
+WITHOUT_MODEL = ("quantize", "rpc-server")
+
 
 def run_command(
     tool: str, program: str, config: Config | None, args: Sequence[str], *, help_llama: bool
@@ -33,13 +35,18 @@ def run_command(
     native.require_libraries()
     if help_llama:
         return run_tool(tool, program, ["--help"])
-    if tool != "quantize" and not only_asks(args) and not names_model(args):
+    if tool not in WITHOUT_MODEL and not only_asks(args) and not names_model(args):
         args = ["--model", str(demo.ensure(progress=say)), *args]
     return run_tool(tool, program, args)
 
 
 def run_tool(tool: str, program: str, args: Sequence[str]) -> int:
-    """Run a tool; Ctrl-C is its own matter, where Python would note it and wait for the end."""
+    """Run a tool; Ctrl-C is its own matter, where Python would note it and wait for the end.
+
+    Raises NativeError if another machine that it is to use cannot be reached.
+    """
+    for endpoint in workers(args):
+        native.add_worker(endpoint)
     is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_pythons:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

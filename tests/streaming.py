@@ -28,6 +28,16 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where a model's layers lie: the last n_layers on these devices, the others on the CPU."""
+
+    devices: tuple[str, ...] = ()
+    n_layers: int = 0
+    split: tuple[float, ...] = ()
+    overrides: tuple[tuple[str, str], ...] = ()  # tensor name pattern, buffer type
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What to evaluate: a prompt of random tokens, then greedy ones."""
 
@@ -37,13 +47,27 @@ class Recipe:
     n_threads: int = 1
     repack: bool = False
     use_mmap: bool = True
+    placement: Placement = Placement()
+
+
+def load(path: Path, recipe: Recipe) -> llama.Model:
+    """Load a model as the recipe says."""
+    return llama.Model(
+        path,
+        repack=recipe.repack,
+        use_mmap=recipe.use_mmap,
+        n_gpu_layers=recipe.placement.n_layers,
+        devices=recipe.placement.devices,
+        tensor_split=recipe.placement.split,
+        tensor_overrides=dict(recipe.placement.overrides),
+    )
 
 
 def evaluate(path: Path, recipe: Recipe) -> Run:
     """Evaluate with whatever streams now."""
     n_ctx = -(-(recipe.n_prompt + recipe.n_greedy) // 256) * 256
     with (
-        llama.Model(path, repack=recipe.repack, use_mmap=recipe.use_mmap) as model,
+        load(path, recipe) as model,
         llama.Context(
             model, n_ctx=n_ctx, n_ubatch=recipe.n_ubatch, n_threads=recipe.n_threads
         ) as context,
@@ -59,7 +83,7 @@ def stream(path: Path, n_slots: int, recipe: Recipe, config: Config | None = Non
     """Evaluate with n_slots slots in every layer."""
     model = read_index(path)
     with Engine(model, [n_slots] * len(model.layers), config or Config()) as engine:
-        with llama.Model(path, repack=recipe.repack):
+        with load(path, recipe):
             slot_bytes, repacked_bytes, *_ = engine.slot_bytes()
         run = evaluate(path, recipe)
         engine.raise_kept()

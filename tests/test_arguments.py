@@ -10,6 +10,7 @@ from longhaul.arguments import (
     option,
     read_arguments,
     remote_models,
+    workers,
 )
 from longhaul.budget import RunSizes
 from longhaul.errors import ConfigError
@@ -202,6 +203,24 @@ def test_a_model_option_without_a_file_is_refused() -> None:
 )
 def test_what_needs_no_model(line: str, asks: bool) -> None:
     assert only_asks(line.split()) == asks
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "wanted"),
+    [
+        ("-m m.gguf", {}, []),
+        ("--rpc a:1", {}, ["a:1"]),
+        ("-rpc a:1,b:2", {}, ["a:1", "b:2"]),
+        ("--rpc a:1 --rpc b:2", {}, ["b:2"]),  # the last one counts, as for llama.cpp
+        ("", {"LLAMA_ARG_RPC": "a:1"}, ["a:1"]),
+        ("--rpc b:2", {"LLAMA_ARG_RPC": "a:1"}, ["b:2"]),
+        ("--rpc", {}, []),
+    ],
+)
+def test_workers_are_those_of_the_options(
+    line: str, env: dict[str, str], wanted: list[str]
+) -> None:
+    assert workers(line.split(), env) == wanted
 
 
 def test_sizes_are_those_of_the_options(tmp_path: Path) -> None:

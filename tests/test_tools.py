@@ -2,11 +2,13 @@
 
 import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from commands import OURS, PROMPT, SMALL, Result, Running, first_expert_byte, resident, run
 from models import Type, truncate, write_tiny_moe
+from servers import free_port
 
 from longhaul.index import read_index
 
@@ -104,6 +106,40 @@ def test_quantize_fails_as_llama_cpp_does(tmp_path: Path) -> None:
     assert "Traceback" not in result.err
 
 
+def test_the_rpc_server_takes_the_options_of_llama_cpps(tmp_path: Path) -> None:
+    port = free_port()
+    words = ("-H", "127.0.0.1", "-p", str(port), "-t", "1", "-d", "CPU")
+    with Running("longhaul", "rpc-server", *words) as running:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert running.is_alive(), running.end().err
+        running.wait_for("Client connection closed")
+        running.interrupt()
+        result = running.end(20)
+    assert result.code == -signal.SIGINT
+    assert f"endpoint       : 127.0.0.1:{port}" in result.out
+    assert "CPU: " in result.out
+    assert result.lines == []
+
+
+def test_an_rpc_server_that_cannot_listen_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = run("longhaul", "rpc-server", "--port", str(port))
+    assert result.code == 1
+    assert "Failed to create server socket" in result.err
+
+
+def test_an_rpc_server_does_not_know_every_device() -> None:
+    result = run("longhaul", "rpc-server", "--device", "GPU77")
+    assert result.code == 1
+    assert "unknown device: GPU77" in result.err
+    assert "Traceback" not in result.err
+
+
 # --- interrupted, or failed -----------------------------------------------------------------------
 
 
@@ -140,7 +176,7 @@ def test_a_failed_read_of_a_completion_makes_the_exit_code_1(
 # --- help -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tool", ["completion", "perplexity", "quantize"])
+@pytest.mark.parametrize("tool", ["completion", "perplexity", "quantize", "rpc-server"])
 def test_help_llama_of_the_other_tools(tool: str) -> None:
     result = run("longhaul", tool, "--help-llama")
     assert result.code == (1 if tool == "quantize" else 0)
@@ -148,6 +184,7 @@ def test_help_llama_of_the_other_tools(tool: str) -> None:
         "completion": "--no-conversation",
         "perplexity": "--kl-divergence",
         "quantize": "--imatrix",
+        "rpc-server": "--cache",
     }
     assert wanted[tool] in result.out + result.err
     assert "Traceback" not in result.err

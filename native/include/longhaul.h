@@ -49,6 +49,9 @@ LH_API int32_t      lh_last_errno(void);
 // What ties the library to the Python side: a digest of patches, this header and the version.
 LH_API const char * lh_build_id(void);
 
+// Makes the devices of a worker, HOST:PORT, known to ggml; once more is harmless. Fails if it cannot be reached.
+LH_API lh_status lh_add_worker(const char * endpoint);
+
 // --- read pool -------------------------------------------------------------------------------------------------------------
 
 typedef struct lh_read_pool lh_read_pool;
@@ -309,7 +312,8 @@ LH_API lh_status lh_stream_set_stages(lh_stream * stream, int32_t layer_index, c
 
 // cffi: begin
 
-// Run a tool of llama.cpp in this process: cli, server, bench, completion, perplexity, quantize. argv[0] is the program's name.
+// Run a tool of llama.cpp in this process: cli, server, bench, completion, perplexity, quantize, rpc-server.
+// argv[0] is the program's name.
 // *exit_code is what the tool returned.
 LH_API lh_status lh_tool_run(const char * name, int32_t argc, char ** argv, int32_t * exit_code);
 

@@ -1,8 +1,5 @@
 // Streams as llama.cpp sees them: the hook of include/llama-stream-hook.h, and the C API of streams.
 
-#include <signal.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +7,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "ends.h"
 #include "ggml-backend.h"
 #include "ggml.h"
 #include "llama-stream-hook.h"
@@ -208,6 +206,14 @@ static bool hook_end(void * handle) {
     return static_cast<model_handle *>(handle)->stream->end() && is_whole;
 }
 
+static void hook_fail(void * handle, const char * reason) {
+    lh_stream * stream = static_cast<model_handle *>(handle)->stream;
+    if (stream->phase == LH_N_PHASES || !stream->has_failed) { // or it is told already, as what a read met
+        stream->fail(keep_error(LH_STATUS_INTERNAL, reason, 0));
+    }
+    explain_aborts();
+}
+
 static void hook_sync(ggml_tensor * dst, int ith, int, void * userdata) {
     const sync_point & point  = *static_cast<sync_point *>(userdata);
     lh_stream *        stream = point.layer->stream;
@@ -247,24 +253,6 @@ static void hook_note(void * handle, const llama_stream_reply * reply) {
     };
     std::atomic_thread_fence(std::memory_order_release);
     live->n_replies++;
-}
-
-// A mapped file that is cut short kills whoever reads what is missing. Nobody can go on from there, but it can be said.
-static void on_sigbus(int) {
-    static const char text[] =
-        "longhaul: error: a mapped file was cut short, or its disk failed; --load-mode none copies what is mapped\n";
-    if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) {
-        _exit(1);
-    }
-    _exit(1);
-}
-
-static void explain_sigbus() {
-    struct sigaction now = {};
-    if (sigaction(SIGBUS, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
-        now.sa_handler = on_sigbus;
-        sigaction(SIGBUS, &now, nullptr);
-    }
 }
 
 static lh_prepare_fn on_prepare        = nullptr;
@@ -314,6 +302,7 @@ static const llama_stream_hook hook = {
     /* begin     */ hook_begin,
     /* failed    */ hook_failed,
     /* end       */ hook_end,
+    /* fail      */ hook_fail,
     /* totals    */ hook_totals,
     /* error     */ hook_error,
     /* note      */ hook_note,
@@ -385,7 +374,7 @@ lh_status lh_stream_set_active(lh_stream * stream, bool active) {
         if (active) {
             streams.push_back(stream);
             llama_stream_set_hook(&lh::hook);
-            lh::explain_sigbus();
+            lh::explain_ends();
         }
     });
 }

@@ -464,7 +464,10 @@ void lh_stream::fail(lh_status status) {
                                              : "the file ends too early";
         failure             = std::string("Experts could not be read: ") + reason + ".";
     } else {
-        failure = status == LH_STATUS_NO_MEMORY ? "Out of memory for reading experts." : "Experts could not be loaded.";
+        const char * reason = status == LH_STATUS_INTERNAL ? lh_last_error() : nullptr;
+        failure             = status == LH_STATUS_NO_MEMORY ? "Out of memory for reading experts."
+                              : reason                      ? std::string(reason) + "."
+                                                            : "Experts could not be loaded.";
     }
     on_failure(user_data, status);
 }
