@@ -27,6 +27,7 @@ class RunFigures:
     peak_rss_bytes: int
     stats: Stats
     records: tuple[Record, ...]  # of the last ubatches
+    devices: tuple[dict[str, object], ...] = ()  # RAM and devices, where there are any
 
 
 def counters_dict(counters: Counters) -> dict[str, float]:

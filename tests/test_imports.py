@@ -37,13 +37,14 @@ OURS: dict[str, set[str]] = {
     "residency": VALUES | {"policy"},
     "planner": VALUES | {"policy", "residency"},
     "budget": VALUES,
+    "pools": VALUES | {"budget"},
     "figures": {"stats", "files"},
     "arguments": VALUES | {"budget"},
-    "report": VALUES | {"budget", "figures"},
+    "report": VALUES | {"budget", "figures", "pools"},
     "server_arguments": ERRORS | {"arguments"},
     "launch": VALUES
     | {"planner", "budget", "arguments", "report", "server_arguments"}
-    | {"slot_plan"},
+    | {"pools", "slot_plan"},
     "page": set(),  # a process of its own
     "trace": VALUES,
     "trace_files": ERRORS | {"trace"},
@@ -69,6 +70,7 @@ OURS: dict[str, set[str]] = {
     "engine": VALUES | PURE | BOUNDARY | {"closing", "files", "trace"},
     # 4
     "options": {"errors", "config", "policy"},
+    "probe": VALUES | BOUNDARY | {"arguments", "budget", "engine", "launch", "library", "pools"},
     "live": {"engine", "launch", "server_arguments"},
     "warm": VALUES | {"demo", "engine", "files"},
     "watch": VALUES | {"budget", "engine", "launch", "report"},
@@ -84,6 +86,7 @@ OURS: dict[str, set[str]] = {
         "figures",
         "live",
         "machine",
+        "probe",
         "warm",
         "watch",
     }
@@ -91,7 +94,7 @@ OURS: dict[str, set[str]] = {
     "advise": VALUES
     | PURE
     | {"index", "gguf_header", "arguments", "forecast", "launch", "machine", "report", "shape"}
-    | {"server_arguments"},
+    | {"pools", "probe", "server_arguments"},
     "doctor": VALUES
     | PURE
     | BOUNDARY

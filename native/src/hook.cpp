@@ -12,6 +12,7 @@
 #include "ggml.h"
 #include "llama-stream-hook.h"
 #include "llama.h"
+#include "placement.h"
 #include "stream.h"
 
 namespace lh {
@@ -77,15 +78,26 @@ static void hook_close(void * handle) {
     delete model;
 }
 
-static int64_t hook_n_slots(void * handle, const char * name) {
-    const stream_layer * layer = static_cast<model_handle *>(handle)->stream->find(name).layer;
-    return layer ? layer->n_slots : 0;
+static int64_t hook_n_slots(void * handle, const char * name, ggml_backend_buffer_type * buft) {
+    const auto [layer, index] = static_cast<model_handle *>(handle)->stream->find(name);
+    if (!layer) {
+        return 0;
+    }
+    layer->tensors[index].buft = buft;
+    return layer->n_slots;
 }
 
 static ggml_backend_buffer * hook_alloc(void * handle, ggml_context * ctx, ggml_backend_buffer_type * buft) {
     ggml_backend_buffer * buffer = nullptr;
-    if (guarded([&] { buffer = static_cast<model_handle *>(handle)->stream->alloc(ctx, buft); }) != LH_STATUS_OK) {
-        log_line(GGML_LOG_LEVEL_ERROR, lh_last_error());
+    lh_stream *           stream = static_cast<model_handle *>(handle)->stream;
+    const lh_status       status = guarded([&] {
+        buffer = stream->alloc(ctx, buft);
+        if (!buffer) {
+            throw error(LH_STATUS_NO_MEMORY, no_memory_text(*stream, ctx, buft));
+        }
+    });
+    if (status != LH_STATUS_OK) {
+        stream->fail(status);
     }
     return buffer;
 }
@@ -94,6 +106,7 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     lh_stream *                 stream = static_cast<model_handle *>(handle)->stream;
     const lh_status             status = guarded([&] {
+        check_placement(*stream, slots);
         stream->bind(slots);
         slot_tensors[slots] = stream->find(slots->name);
     });

@@ -35,6 +35,10 @@ struct expert_tensor {
     int64_t       slice_bytes;
     ggml_tensor * slots = nullptr;
     slot_kind     kind  = slot_kind::host;
+
+    ggml_backend_buffer_type * buft = nullptr;  // of the last load, with or without allocation
+    std::string                device;          // where the slots were planned to be; empty: anywhere
+    int64_t                    later_bytes = 0; // what that device is to hold beside slots once they are there
 };
 
 struct stream_layer;
