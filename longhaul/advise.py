@@ -311,8 +311,11 @@ def plan_command(
     sizes = tool_sizes(tool, arguments, model, server)
     may_cut_context = arguments.n_ctx is None and not server.n_ctx_per_sequence
     placement = None
+    warnings: list[str] = []
     if model.path.exists():  # not the shape of one
-        placement = placed(tool, args, model.path, config, may_cut_context=may_cut_context)
+        placement = placed(
+            tool, args, model.path, config, warnings.append, may_cut_context=may_cut_context
+        )
     if placement:
         sizes = replace(sizes, other_bytes=sizes.other_bytes - arguments.other_bytes)
     advice = advise(
@@ -324,7 +327,7 @@ def plan_command(
         may_cut_checkpoints=arguments.n_checkpoints is None,
         placement=placement,
     )
-    lines = [json.dumps(advice.as_json(), indent=2)] if as_json else advice.lines()
+    lines = [json.dumps(advice.as_json(), indent=2)] if as_json else [*warnings, *advice.lines()]
     return lines, advice.fits
 
 

@@ -8,8 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,13 +24,13 @@ from .library import has_device_backend
 from .pools import CPU, DeviceMemory, Placement
 
 SCRIPT = "from longhaul.probe import main; main()"
-TIMEOUT_S = 300  # of a model's header over a slow network
+TIMEOUT_S = 60  # a worker that serves somebody else does not answer
 _PACKAGES = Path(__file__).resolve().parent.parent
 
 
 def may_have_devices(args: Sequence[str], env: Mapping[str, str] = os.environ) -> bool:
     """Say whether there may be something but the CPU: a backend that was built, or RPC workers."""
-    if option(args, ("--rpc",), env, "LLAMA_ARG_RPC") is not None:
+    if option(args, ("--rpc", "-rpc"), env, "LLAMA_ARG_RPC") is not None:
         return True
     try:
         return has_device_backend()
@@ -40,7 +39,13 @@ def may_have_devices(args: Sequence[str], env: Mapping[str, str] = os.environ) -
 
 
 def placed(
-    tool: str, args: Sequence[str], model: Path, config: Config, *, may_cut_context: bool
+    tool: str,
+    args: Sequence[str],
+    model: Path,
+    config: Config,
+    tell: Callable[[str], None],
+    *,
+    may_cut_context: bool,
 ) -> Placement | None:
     """Return where a tool will put a model, None where that is RAM alone, or cannot be told.
 
@@ -50,63 +55,46 @@ def placed(
         return None
     placement = probe(tool, args, model)
     limit = known_limit(config)
-    if placement is None or not may_cut_context or limit is None:
-        return placement
-    n_ctx = cut_placed_context(placement, limit)
-    if not n_ctx:
-        return placement
-    cut = probe(tool, [*args, "--ctx-size", str(n_ctx)], model)
-    return replace(cut, n_ctx_cut=n_ctx) if cut else None
+    if placement and not placement.is_host_only and may_cut_context and limit:
+        n_ctx = cut_placed_context(placement, limit)
+        if n_ctx:
+            cut = probe(tool, [*args, "--ctx-size", str(n_ctx)], model)
+            placement = replace(cut, n_ctx_cut=n_ctx) if cut else None
+    if placement is None:
+        tell("warning devices are not in this plan: llama.cpp does not say what it puts there")
+    return placement if placement and not placement.is_host_only else None
 
 
 def probe(tool: str, args: Sequence[str], model: Path) -> Placement | None:
-    """Return where a tool would put a model, None where it cannot or where that is RAM alone.
+    """Return where a tool would put a model, None where it does not come to that.
 
-    Why it cannot is left to the tool, which fails over the same thing in its own words.
+    Why not is left to the tool, which fails over the same thing in its own words.
     """
-    reading, writing = os.pipe()
+    question = json.dumps({"tool": tool, "args": list(args), "model": str(model)})
     try:
-        process = subprocess.Popen(
+        done = subprocess.run(
             [sys.executable, "-c", SCRIPT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            input=question,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            pass_fds=[writing],
             env=os.environ | {"PYTHONPATH": _python_path()},
             text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
-    except OSError:
-        os.close(reading)
-        os.close(writing)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    os.close(writing)
-    question = {"tool": tool, "args": list(args), "model": str(model), "fd": writing}
-    try:
-        assert process.stdin
-        with suppress(OSError):
-            process.stdin.write(json.dumps(question))
-            process.stdin.close()
-        with os.fdopen(reading, encoding="utf-8") as answer:
-            text = answer.read()
-        process.wait(TIMEOUT_S)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    return read_answer(text)
+    return read_answer(done.stdout)
 
 
 def read_answer(text: str) -> Placement | None:
-    """Return the placement that a process found; None without one, or where it is RAM alone."""
+    """Return the placement that a process found, None where it ended without one."""
     try:
         found = json.loads(text)
     except ValueError:
         return None
     *devices, host = (DeviceMemory(**device) for device in found["devices"])
-    placement = Placement(
-        tuple(devices), host, found["device_of"], found["n_ctx"], tuple(found["args"])
-    )
-    return None if placement.is_host_only else placement
+    return Placement(tuple(devices), host, found["device_of"], found["n_ctx"], tuple(found["args"]))
 
 
 def _python_path() -> str:
@@ -144,8 +132,10 @@ def place(tool: str, args: Sequence[str], path: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Answer the question on stdin."""
+    """Answer the question on stdin; what llama.cpp prints goes nowhere."""
+    answer_fd, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     question = json.load(sys.stdin)
     answer = place(question["tool"], question["args"], Path(question["model"]))
-    with os.fdopen(question["fd"], "w", encoding="utf-8") as out:
+    with os.fdopen(answer_fd, "w", encoding="utf-8") as out:
         json.dump(answer, out)

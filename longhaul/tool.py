@@ -79,7 +79,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         and tool != "perplexity"
         and not (server and server.n_ctx_per_sequence)
     )
-    placement = placed(tool, args, path, config, may_cut_context=may_cut_context)
+    placement = placed(tool, args, path, config, tell, may_cut_context=may_cut_context)
     if placement:  # which knows of the other files where they go
         sizes = replace(sizes, other_bytes=sizes.other_bytes - arguments.other_bytes)
     plan = plan_run(

@@ -102,7 +102,8 @@ OURS: dict[str, set[str]] = {
     "bench_run": VALUES
     | PURE
     | BOUNDARY
-    | {"advise", "arguments", "cgroups", "demo", "engine", "launch", "plots", "tool"},
+    | {"advise", "arguments", "cgroups", "demo", "engine", "launch", "plots", "tool"}
+    | {"pools", "probe"},
     "trace_commands": {"errors", "config", "policy", "options"}
     | {"replay_table", "slot_plan", "survey", "trace_plots"},
     # 5: never one another

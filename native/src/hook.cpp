@@ -28,6 +28,9 @@ static const char * refusal(const llama_model_params & params) {
     if (params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
         return "load mode mmap+mlock would lock every expert in memory; use mlock or mmap";
     }
+    if (params.split_mode == LLAMA_SPLIT_MODE_TENSOR) {
+        return "split mode tensor spreads each expert over all devices, which cannot be streamed; use layer";
+    }
     if (params.check_tensors) {
         return "streamed experts cannot be validated at load; leave --check-tensors out";
     }
