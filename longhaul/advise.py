@@ -80,6 +80,12 @@ class Advice:
         return slots_bytes(self.model.layers, self.plan.n_slots) if self.plan else 0
 
     @property
+    def least_bytes(self) -> int:
+        """The least cache that works, over all devices where there are any."""
+        pools = self.plan.pools if self.plan else ()
+        return sum(pool.least_bytes for pool in pools) or self.memory.least_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether what is planned is available."""
         if self.plan is None or self.short_devices:
@@ -174,8 +180,8 @@ class Advice:
         lines.append(f"token   uses {report.size_text(model.token_cycle_bytes)} of experts")
         lines += self._forecast_lines()
         lines.append(
-            f"least   {gib_up(self.memory.least_bytes)} GiB of cache: --longhaul-cache"
-            f" {gib_up(self.memory.least_bytes)}"
+            f"least   {gib_up(self.least_bytes)} GiB of cache: --longhaul-cache"
+            f" {gib_up(self.least_bytes)}"
         )
         lines.append(f"verdict {self.verdict}")
         return lines
@@ -215,7 +221,7 @@ class Advice:
             "expert_bytes": self.model.expert_bytes,
             "token_cycle_bytes": self.model.token_cycle_bytes,
             "devices": [pool.as_dict() for pool in plan.pools] if plan else [],
-            "least_budget_bytes": self.memory.least_bytes,
+            "least_budget_bytes": self.least_bytes,
             "budget_bytes": plan.budget_bytes if plan else None,
             "planned_bytes": plan.planned.total_bytes if plan else None,
             "n_ubatch": plan.n_ubatch if plan else None,
