@@ -82,8 +82,12 @@ class RunPlan:
 
     @property
     def later_bytes(self) -> dict[str, int]:
-        """What each pool is to hold beside slots once they are there."""
-        return {pool.name: later_bytes(pool) for pool in self.pools}
+        """What the memory of each device is to hold beside slots once they are there."""
+        found = {pool.name: later_bytes(pool) for pool in self.pools}
+        if self.placement:
+            for name in self.placement.device_of.values():
+                found.setdefault(name, found.get(self.placement.pool_of(name), 0))
+        return found
 
     @property
     def final_args(self) -> list[str]:

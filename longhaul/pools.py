@@ -13,6 +13,7 @@ from .errors import BudgetError, ConfigError
 from .experts import MoeLayer, MoeModel
 
 CPU = "CPU"  # RAM, by ggml's name
+_LATER = ("KV", "KV cache", "compute", "compute buffers", "other")
 DEVICE_FLOOR_SHARE = 0.05  # of a device's memory, or the tool's margin where that is more
 
 
@@ -248,13 +249,12 @@ def asked_of(
         name = names.get(text.upper())
         if name is None:
             raise ConfigError(f"no device {text} for --longhaul-cache; experts lie on: {there}")
-        if placement.pool_of(name) != name:
-            raise ConfigError(
-                f"the memory of {name} is RAM; give --longhaul-cache {CPU}=SIZE instead"
-            )
-        if name not in expert_bytes:
+        pool = placement.pool_of(name)
+        if pool not in expert_bytes:
             raise ConfigError(f"no experts lie on {name}; they lie on: {there}")
-        found[name] = size_bytes
+        if pool in found:
+            raise ConfigError(f"the memory of {name} is RAM, which has a size already")
+        found[pool] = size_bytes
     return found
 
 
@@ -325,7 +325,7 @@ def with_slots(
 
 def later_bytes(pool: Pool) -> int:
     """Return what a pool is to hold once its slots are there: llama.cpp makes contexts last."""
-    return sum(size for name, size in pool.terms if name in ("KV", "KV cache", "compute", "other"))
+    return sum(size for name, size in pool.terms if name in _LATER)
 
 
 def _expert_bytes(layers: Sequence[MoeLayer], costs: Sequence[Mapping[str, int]]) -> dict[str, int]:

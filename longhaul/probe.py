@@ -23,7 +23,8 @@ from .launch import cut_placed_context, known_limit
 from .library import has_device_backend
 from .pools import CPU, DeviceMemory, Placement
 
-SCRIPT = "from longhaul.probe import main; main()"
+# without the working folder, whose files would stand in for modules
+SCRIPT = "import sys; sys.path[:] = filter(None, sys.path); from longhaul.probe import main; main()"
 TIMEOUT_S = 60  # a worker that serves somebody else does not answer
 _PACKAGES = Path(__file__).resolve().parent.parent
 

@@ -22,7 +22,7 @@ from servers import free_port
 from longhaul import llama
 from longhaul.config import Config
 from longhaul.engine import Engine
-from longhaul.errors import ModelError
+from longhaul.errors import ConfigError, ModelError
 from longhaul.index import read_index
 from longhaul.library import lib_dir
 
@@ -213,6 +213,8 @@ def test_a_placement_that_was_not_planned_fails_the_load(
         engine.plan_devices({names[4]: "Vulkan7"}, {})
         with pytest.raises(ModelError):
             llama.Model(path)
+        with pytest.raises(ConfigError, match=r"blk\.9\.x: unknown tensor"):
+            engine.plan_devices({"blk.9.x": "CPU"}, {})
     (line,) = (text for text in caplog.messages if "Vulkan7" in text)
     assert f"{names[4]}: planned on Vulkan7, but llama.cpp puts it on CPU" in line
 

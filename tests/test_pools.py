@@ -219,11 +219,18 @@ def test_a_size_for_a_device_without_experts_is_refused() -> None:
         plan(by_device(Vulkan0=1), on_cpu=4)
 
 
-def test_a_size_for_a_device_that_is_ram_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="the memory of Vulkan0 is RAM; give --longhaul-cache CPU"
-    ):
-        plan(by_device(Vulkan0=9), card=dataclasses.replace(CARD, is_host=True))
+def test_a_device_that_is_ram_shares_its_size() -> None:
+    shared = dataclasses.replace(CARD, is_host=True)
+    assert plan(by_device(Vulkan0=40), card=shared).n_slots == (5, 5, 5, 5)
+    with pytest.raises(ConfigError, match="the memory of Vulkan0 is RAM, which has a size already"):
+        plan(by_device(CPU=40, Vulkan0=40), card=shared)
+
+
+def test_what_comes_after_the_slots_is_known_by_device() -> None:
+    ram_bytes = (10 + 5) * MIB
+    assert plan().later_bytes == {CPU: ram_bytes, GPU: (20 + 15) * MIB}
+    shared = plan(card=dataclasses.replace(CARD, is_host=True)).later_bytes
+    assert shared == {CPU: ram_bytes + 35 * MIB, GPU: ram_bytes + 35 * MIB}
 
 
 def test_without_devices_cpu_is_all_there_is() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from models import write_tiny_moe
 
-from longhaul import probe
+from longhaul import native, probe
 from longhaul.budget import MemoryLimit
 from longhaul.config import Config
+from longhaul.errors import ConfigError
 from longhaul.library import lib_dir
 from longhaul.pools import CPU, DeviceMemory, Placement
 
@@ -153,6 +154,16 @@ def test_llama_cpp_says_what_it_puts_where(libraries: Path, tmp_path: Path) -> N
     assert "--fit" in found.args
 
 
+def test_files_where_one_works_do_not_stand_in_for_modules(
+    libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_moe(tmp_path / "tiny.gguf")
+    for name in ("json", "numpy", "longhaul"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert probe.probe("cli", ["-m", str(path), "-c", "256"], path) is not None
+
+
 @pytest.mark.parametrize(
     "args", [["--no-such-option"], ["--help"], ["--override-tensor", "x=nowhere"], ["-c", "x"]]
 )
@@ -162,3 +173,13 @@ def test_options_that_end_the_tool_do_not_end_us(
     path = write_tiny_moe(tmp_path / "tiny.gguf")
     assert probe.probe("cli", ["-m", str(path), *args], path) is None
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"), [("bench", "bench has options of its own"), ("chess", "no tool chess")]
+)
+def test_only_tools_with_common_options_can_be_asked(
+    tool: str, message: str, libraries: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        native.place_tool(tool, ["-m", "m.gguf"])
