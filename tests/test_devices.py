@@ -239,3 +239,17 @@ def test_a_device_without_memory_says_what_would_fit_and_that_fits(small_demo: P
         )
         assert fitting.code == 0, fitting.err
         assert fitting.counted("total") > 2
+
+
+def test_a_bench_says_that_it_does_not_count_devices(
+    chat_model: Path, two: tuple[str, str]
+) -> None:
+    few = ("--n-prompt", "4", "--n-gen", "2", "--repetitions", "1", "--no-warmup")
+    args = ("-m", chat_model, "--rpc", ",".join(two), *few)
+    result = run("longhaul-bench", *args, *SMALL)
+    assert result.code == 0, result.err
+    assert "devices are not counted" in result.line("warning")
+    assert "tg2" in result.out
+    refused = run("longhaul-bench", *args, "--longhaul-cache", "RPC0=1")
+    assert refused.code == 2
+    assert "a bench does not count devices" in refused.line("error:")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import launch
+from longhaul import advise, launch
 from longhaul.budget import MIB, PROCESS_BYTES, MemoryLimit, RunSizes, one_slot, plan_slots
 from longhaul.config import Config
 from longhaul.errors import BudgetError, ConfigError
@@ -310,3 +310,32 @@ def test_without_devices_no_line_names_one() -> None:
     lines = plan_run(MODEL, SIZES, Config()).lines()
     assert len(lines) >= 4
     assert not any(line.startswith("device") for line in lines)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = MemoryLimit(FREE_MIB * MIB, FREE_MIB * MIB, "the test")
+    monkeypatch.setattr(advise, "memory_limits", lambda: [limit])
+    monkeypatch.setattr(advise, "memory_limit", lambda: limit)
+
+
+@pytest.mark.usefixtures("limits")
+def test_plan_says_which_device_is_short() -> None:
+    card = dataclasses.replace(CARD, free_bytes=120 * MIB)
+    config = by_device(Vulkan0=30)
+    found = advise.advise(MODEL, SIZES, config, placement=placement(card=card))
+    assert not found.fits
+    assert found.verdict == ("does not fit: 135 MiB are planned on Vulkan0, 120 MiB are free there")
+    assert found.least_bytes == 8 * MIB
+    assert "limit        120.0 MiB free: Vulkan0 (a card), for itself" in found.lines()
+    fitting = advise.advise(MODEL, SIZES, by_device(Vulkan0=12), placement=placement(card=card))
+    assert fitting.fits
+
+
+@pytest.mark.usefixtures("limits")
+def test_plan_says_on_which_device_the_least_does_not_fit() -> None:
+    card = dataclasses.replace(CARD, free_bytes=100 * MIB)
+    found = advise.advise(MODEL, SIZES, Config(), placement=placement(card=card))
+    assert found.plan is None
+    assert "GiB of memory are missing on Vulkan0" in found.verdict
+    assert found.memory.dense_bytes == 30 * MIB
