@@ -81,6 +81,13 @@ class RunPlan:
         return report.planned_memory(self.memory, bytes_used)
 
     @property
+    def is_in_ram(self) -> tuple[bool, ...]:
+        """Whether experts of each layer lie in RAM."""
+        if self.placement is None:
+            return (True,) * len(self.n_slots)
+        return tuple(CPU in cost for cost in self.placement.costs(self.model.layers))
+
+    @property
     def later_bytes(self) -> dict[str, int]:
         """What the memory of each device is to hold beside slots once they are there."""
         found = {pool.name: later_bytes(pool) for pool in self.pools}
