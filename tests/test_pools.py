@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longhaul import advise, launch
 from longhaul.budget import MIB, PROCESS_BYTES, MemoryLimit, RunSizes, one_slot, plan_slots
@@ -120,6 +122,30 @@ def test_more_room_never_takes_a_slot_from_a_layer() -> None:
         assert all(b <= n for b, n in zip(before, now, strict=True))
         before = now
     assert before == (5, 5, 16, 16)
+
+
+@given(
+    st.lists(st.tuples(*[st.sampled_from([0, MIB, 3 * MIB])] * 2), min_size=4, max_size=4),
+    st.integers(12, 200),
+    st.integers(12, 200),
+    st.integers(24, 300) | st.none(),
+)
+def test_no_pool_and_no_total_is_ever_exceeded(
+    slices: list[tuple[int, int]], cpu_mib: int, gpu_mib: int, total_mib: int | None
+) -> None:
+    costs = [
+        {pool: size for pool, size in zip((CPU, GPU), both, strict=True) if size} for both in slices
+    ]
+    rooms = {CPU: cpu_mib * MIB, GPU: gpu_mib * MIB}
+    total_bytes = None if total_mib is None else total_mib * MIB
+    n_slots = share_slots(MODEL.layers, costs, rooms, one_slot, total_bytes)
+    taken = {
+        pool: sum(n * cost.get(pool, 0) for n, cost in zip(n_slots, costs, strict=True))
+        for pool in rooms
+    }
+    assert all(taken[pool] <= rooms[pool] for pool in rooms)
+    assert total_bytes is None or sum(taken.values()) <= total_bytes
+    assert all(1 <= n <= 16 for n in n_slots)
 
 
 # --- auto -----------------------------------------------------------------------------------------
@@ -246,6 +272,19 @@ def test_a_size_beyond_what_is_free_is_warned_about() -> None:
     lines = plan(by_device(Vulkan0=30), card=card).lines()
     (warning,) = (line for line in lines if line.startswith("warning"))
     assert warning == "warning 135 MiB are planned on Vulkan0, but only 120 MiB are free there"
+
+
+def test_a_plan_for_each_layer_has_to_fit_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = dataclasses.replace(CARD, free_bytes=200 * MIB)  # 45 MiB for slots
+    by_file = Config(plan_path=Path("slots.json"))
+    monkeypatch.setattr(launch, "slots_of_plan", lambda model, path: (16, 5, 11, 11))
+    assert plan(by_file, card=card).n_slots == (16, 5, 11, 11)
+    small = dataclasses.replace(by_file, cache_bytes=85 * MIB)
+    with pytest.raises(BudgetError, match=r"slots\.json takes 0\.084 GiB, the cache has 0\.083"):
+        plan(small, card=card)
+    monkeypatch.setattr(launch, "slots_of_plan", lambda model, path: (1, 1, 12, 11))
+    with pytest.raises(BudgetError, match=r"takes 0\.045 GiB on Vulkan0, the cache has 0\.043"):
+        plan(by_file, card=card)
 
 
 # --- where experts lie ----------------------------------------------------------------------------
