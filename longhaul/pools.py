@@ -8,7 +8,16 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .budget import BudgetPlan, Least, MemoryLimit, RunSizes, gib_down, gib_up, plan_memory
+from .budget import (
+    PROCESS_BYTES,
+    BudgetPlan,
+    Least,
+    MemoryLimit,
+    RunSizes,
+    gib_down,
+    gib_up,
+    plan_memory,
+)
 from .errors import BudgetError, ConfigError
 from .experts import MoeLayer, MoeModel
 
@@ -48,6 +57,7 @@ class Placement:
     n_ctx: int  # KV cells in all
     args: tuple[str, ...] = ()  # what makes the tool do just that
     n_ctx_cut: int = 0  # 0: as asked
+    process_bytes: int = 0  # of RAM, that a process with these devices takes at least
 
     @property
     def is_host_only(self) -> bool:
@@ -56,10 +66,14 @@ class Placement:
             self.device_of.values()
         ) <= {CPU}
 
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The devices whose memory is RAM."""
+        return tuple(device.name for device in self.devices if device.is_host)
+
     def pool_of(self, device: str) -> str:
         """Return the pool that a device's memory belongs to."""
-        shared = {known.name for known in self.devices if known.is_host}
-        return CPU if device in shared else device
+        return CPU if device in self.shared else device
 
     @property
     def ram(self) -> DeviceMemory:
@@ -175,6 +189,7 @@ def ram_plan(
         kv_bytes=ram.context_bytes,
         compute_bytes=ram.compute_bytes,
         other_bytes=sizes.other_bytes + ram.other_bytes,
+        process_bytes=max(PROCESS_BYTES, placement.process_bytes),
         expert_bytes=_expert_bytes(model.layers, costs).get(CPU, 0),
         least_bytes=_least_bytes(model.layers, costs, sizes.least).get(CPU, 0),
     )
@@ -194,7 +209,7 @@ def make_pools(
     pools = [
         Pool(
             name=CPU,
-            description="RAM",
+            description=", ".join(["RAM", *placement.shared]),
             free_bytes=ram.limit.available_bytes,
             terms=ram.terms,
             least_bytes=least_bytes.get(CPU, 0),

@@ -21,6 +21,7 @@ from .errors import PatchError
 from .index import read_index
 from .launch import cut_placed_context, known_limit
 from .library import has_device_backend
+from .machine import peak_rss_bytes
 from .pools import CPU, DeviceMemory, Placement
 
 # without the working folder, whose files would stand in for modules
@@ -95,7 +96,14 @@ def read_answer(text: str) -> Placement | None:
     except ValueError:
         return None
     *devices, host = (DeviceMemory(**device) for device in found["devices"])
-    return Placement(tuple(devices), host, found["device_of"], found["n_ctx"], tuple(found["args"]))
+    return Placement(
+        tuple(devices),
+        host,
+        found["device_of"],
+        found["n_ctx"],
+        tuple(found["args"]),
+        process_bytes=found["process_bytes"],
+    )
 
 
 def _python_path() -> str:
@@ -129,6 +137,7 @@ def place(tool: str, args: Sequence[str], path: Path) -> dict[str, object]:
         "device_of": device_of,
         "n_ctx": n_ctx,
         "args": words,
+        "process_bytes": peak_rss_bytes(),  # drivers take their share of RAM
     }
 
 

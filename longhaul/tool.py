@@ -1,7 +1,5 @@
 """Runs one of llama.cpp's tools in this process while its model streams."""
 
-import re
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from .engine import Engine
 from .figures import RunFigures, write_json
 from .index import read_index
 from .launch import CHATS, RunPlan, plan_run, tool_sizes
+from .machine import peak_rss_bytes
 from .probe import placed
 from .server_arguments import ServerArguments, read_server_arguments
 from .warm import warming
@@ -185,17 +184,3 @@ def _silence(line: str) -> None:
 def say(line: str) -> None:
     """Write one line of ours to stderr."""
     print(f"longhaul: {line}", file=sys.stderr, flush=True)
-
-
-def peak_rss_bytes() -> int:
-    """Return the most memory that this process ever had resident, by the kernel's figure.
-
-    Linux's getrusage counts what ran in the process before it became Python.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        peak = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
-        if peak:
-            return int(peak[1]) * 1024
-    maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return maxrss if sys.platform == "darwin" else maxrss * 1024

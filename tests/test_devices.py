@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from commands import CHAT, PROMPT, SMALL, Result, resident, run
+from commands import CHAT, PROMPT, SMALL, Result, environment, resident, run
 from models import write_tiny_moe
 from servers import free_port
 
@@ -253,3 +253,18 @@ def test_a_bench_says_that_it_does_not_count_devices(
     refused = run("longhaul-bench", *args, "--longhaul-cache", "RPC0=1")
     assert refused.code == 2
     assert "a bench does not count devices" in refused.line("error:")
+
+
+def test_a_device_whose_memory_is_ram_is_counted_as_ram(chat_model: Path) -> None:
+    """Runs where the libraries have Vulkan, and Mesa's lavapipe is its device."""
+    env = environment(GGML_VK_VISIBLE_DEVICES="0")
+    args = ("-m", chat_model, *ONCE, *ALL, *SMALL)
+    listed = run("longhaul-cli", "--list-devices", env=env).out
+    if "llvmpipe" not in listed:
+        pytest.skip(f"no llvmpipe among the devices: {listed.split()}")
+    result = run("longhaul-cli", *args, env=env)
+    assert result.code == 0, result.err
+    assert layers(result) == {"CPU": 3}
+    whole = run("longhaul-cli", "--no-longhaul", *args[:-2], "-ub", "64", env=env)
+    assert len(result.turns[0]) > 40
+    assert result.turns == whole.turns

@@ -70,7 +70,9 @@ OURS: dict[str, set[str]] = {
     "engine": VALUES | PURE | BOUNDARY | {"closing", "files", "trace"},
     # 4
     "options": {"errors", "config", "policy"},
-    "probe": VALUES | BOUNDARY | {"arguments", "budget", "engine", "launch", "library", "pools"},
+    "probe": VALUES
+    | BOUNDARY
+    | {"arguments", "budget", "engine", "launch", "library", "machine", "pools"},
     "live": {"engine", "launch", "server_arguments"},
     "warm": VALUES | {"demo", "engine", "files"},
     "watch": VALUES | {"budget", "engine", "launch", "report"},

@@ -186,13 +186,15 @@ def test_ram_is_planned_by_what_the_host_takes() -> None:
     assert terms["compute buffers"] == 5 * MIB
     assert terms["slots"] == 64 * MIB
     assert terms["process"] == PROCESS_BYTES
+    with_drivers = plan(process_bytes=PROCESS_BYTES + 50 * MIB)
+    assert dict(with_drivers.planned.terms)["process"] == PROCESS_BYTES + 50 * MIB
 
 
 def test_a_device_in_the_hosts_memory_is_counted_once_and_as_ram() -> None:
     shared = dataclasses.replace(CARD, is_host=True)
     found = plan(card=shared)
     (cpu,) = found.pools
-    assert cpu.name == CPU
+    assert (cpu.name, cpu.description) == (CPU, "RAM, Vulkan0")
     assert cpu.slot_bytes == 128 * MIB
     terms = dict(found.planned.terms)
     assert terms["dense weights"] == 100 * MIB

@@ -30,6 +30,7 @@ def answer(placement: Placement) -> str:
             "device_of": placement.device_of,
             "n_ctx": placement.n_ctx,
             "args": placement.args,
+            "process_bytes": placement.process_bytes,
         }
     )
 
@@ -152,6 +153,7 @@ def test_llama_cpp_says_what_it_puts_where(libraries: Path, tmp_path: Path) -> N
     )  # layers, keys and values, cells, 1 head
     assert found.host.compute_bytes > 0
     assert "--fit" in found.args
+    assert 20 * MIB < found.process_bytes < 300 * MIB
 
 
 def test_files_where_one_works_do_not_stand_in_for_modules(
