@@ -37,7 +37,7 @@ demo: build
 	$(DEMO)
 
 test: build
-	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
+	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs ggml-rpc-server
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy longhaul

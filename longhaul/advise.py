@@ -1,8 +1,11 @@
-"""Tells before a run whether it fits, what it takes, and how quick it may be. Loads no library."""
+"""Tells before a run whether it fits, what it takes, and how quick it may be.
+
+Loads no library here; where there may be devices, another process does.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +31,8 @@ from .forecast import Forecast, Machine, forecast
 from .gguf_header import bytes_per_weight
 from .index import read_first_shard, read_index
 from .launch import RunPlan, plan_run, settle_sizes, tool_sizes
+from .pools import CPU, Placement, ram_plan
+from .probe import placed
 from .server_arguments import read_server_arguments
 from .shape import Shape, model_of
 
@@ -75,11 +80,27 @@ class Advice:
         return slots_bytes(self.model.layers, self.plan.n_slots) if self.plan else 0
 
     @property
+    def least_bytes(self) -> int:
+        """The least cache that works, over all devices where there are any."""
+        pools = self.plan.pools if self.plan else ()
+        return sum(pool.least_bytes for pool in pools) or self.memory.least_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether what is planned is available."""
-        if self.plan is None:
+        if self.plan is None or self.short_devices:
             return False
         return self.plan.planned.total_bytes <= self.memory.limit.available_bytes
+
+    @property
+    def short_devices(self) -> list[str]:
+        """Say which devices are planned to hold more than is free there."""
+        return [
+            f"{pool.planned_bytes / MIB:.0f} MiB are planned on {pool.name},"
+            f" {pool.free_bytes / MIB:.0f} MiB are free there"
+            for pool in (self.plan.pools if self.plan else ())
+            if pool.name != CPU and pool.planned_bytes > pool.free_bytes
+        ]
 
     @property
     def slow_because(self) -> list[str]:
@@ -105,6 +126,8 @@ class Advice:
         if self.plan is None:
             return f"does not fit: {self.refusal}"
         planned_bytes, limit = self.plan.planned.total_bytes, self.memory.limit
+        if self.short_devices:
+            return f"does not fit: {'; '.join(self.short_devices)}"
         if not self.fits:
             return (
                 f"does not fit: {planned_bytes / MIB:.0f} MiB are planned,"
@@ -124,7 +147,14 @@ class Advice:
                 f"limit   {_mib(limit.available_bytes)} of {_mib(limit.bytes)} available:"
                 f" {limit.source}{counts}"
             )
-        terms: list[tuple[str, int]] = [("slots", self.slot_bytes)] if plan else []
+        pools = plan.pools if plan else ()
+        lines += [
+            f"limit   {_mib(pool.free_bytes)} free: {pool.name} ({pool.description}), for itself"
+            for pool in pools
+            if pool.name != CPU
+        ]
+        ram_bytes = next((pool.slot_bytes for pool in pools), self.slot_bytes)
+        terms: list[tuple[str, int]] = [("slots", ram_bytes)] if plan else []
         terms += self.memory.terms
         width = max(len(name) for name, _ in terms)
         lines += [f"takes   {name:<{width}} {_mib(size)}" for name, size in terms if size]
@@ -132,6 +162,7 @@ class Advice:
         lines.append(
             f"takes   {'all together':<{width}} {_mib(total_bytes)}, of which the floor stays free"
         )
+        lines += [report.device_line(pool) for pool in pools]
         if plan:
             each = [
                 n * layer.expert_bytes for n, layer in zip(plan.n_slots, model.layers, strict=True)
@@ -149,8 +180,8 @@ class Advice:
         lines.append(f"token   uses {report.size_text(model.token_cycle_bytes)} of experts")
         lines += self._forecast_lines()
         lines.append(
-            f"least   {gib_up(self.memory.least_bytes)} GiB of cache: --longhaul-cache"
-            f" {gib_up(self.memory.least_bytes)}"
+            f"least   {gib_up(self.least_bytes)} GiB of cache: --longhaul-cache"
+            f" {gib_up(self.least_bytes)}"
         )
         lines.append(f"verdict {self.verdict}")
         return lines
@@ -189,7 +220,8 @@ class Advice:
             "terms": {name: size for name, size in self.memory.terms},
             "expert_bytes": self.model.expert_bytes,
             "token_cycle_bytes": self.model.token_cycle_bytes,
-            "least_budget_bytes": self.memory.least_bytes,
+            "devices": [pool.as_dict() for pool in plan.pools] if plan else [],
+            "least_budget_bytes": self.least_bytes,
             "budget_bytes": plan.budget_bytes if plan else None,
             "planned_bytes": plan.planned.total_bytes if plan else None,
             "n_ubatch": plan.n_ubatch if plan else None,
@@ -221,6 +253,7 @@ def advise(
     *,
     may_cut_context: bool = False,
     may_cut_checkpoints: bool = False,
+    placement: Placement | None = None,
 ) -> Advice:
     """Plan a run as it would be planned, and say what comes of it even if it cannot be.
 
@@ -229,11 +262,26 @@ def advise(
     limits = tuple(memory_limits())
     may_cut = {"may_cut_context": may_cut_context, "may_cut_checkpoints": may_cut_checkpoints}
     try:
-        plan = plan_run(model, sizes, config, **may_cut)
+        plan = plan_run(
+            model,
+            sizes,
+            config,
+            may_cut_context=may_cut_context,
+            may_cut_checkpoints=may_cut_checkpoints,
+            placement=placement,
+        )
     except BudgetError as e:
         limit = memory_limit()
+        if placement:
+            sizes = replace(sizes, n_ctx=placement.n_ctx)
+            may_cut["may_cut_context"] = False
         settled = settle_sizes(model, sizes, config, limit, **may_cut)
-        return Advice(model, limits, plan_memory(model, limit, settled), None, str(e), measured)
+        memory = (
+            ram_plan(model, limit, settled, placement)
+            if placement
+            else plan_memory(model, limit, settled)
+        )
+        return Advice(model, limits, memory, None, str(e), measured)
     return Advice(model, limits, plan.memory, plan, "", measured)
 
 
@@ -266,15 +314,26 @@ def plan_command(
         return [f"model   {name} has no routed experts: nothing to stream"], True
     tool = "server" if arguments.n_seq else "cli"
     server = read_server_arguments(args)
+    sizes = tool_sizes(tool, arguments, model, server)
+    may_cut_context = arguments.n_ctx is None and not server.n_ctx_per_sequence
+    placement = None
+    warnings: list[str] = []
+    if model.path.exists():  # not the shape of one
+        placement = placed(
+            tool, args, model.path, config, warnings.append, may_cut_context=may_cut_context
+        )
+    if placement:
+        sizes = replace(sizes, other_bytes=sizes.other_bytes - arguments.other_bytes)
     advice = advise(
         model,
-        tool_sizes(tool, arguments, model, server),
+        sizes,
         config,
         measured,
-        may_cut_context=arguments.n_ctx is None and not server.n_ctx_per_sequence,
+        may_cut_context=may_cut_context,
         may_cut_checkpoints=arguments.n_checkpoints is None,
+        placement=placement,
     )
-    lines = [json.dumps(advice.as_json(), indent=2)] if as_json else advice.lines()
+    lines = [json.dumps(advice.as_json(), indent=2)] if as_json else [*warnings, *advice.lines()]
     return lines, advice.fits
 
 

@@ -137,6 +137,12 @@ def read_arguments(args: Sequence[str], env: Mapping[str, str] = os.environ) -> 
         raise ConfigError(
             "--load-mode mmap+mlock would lock all experts in memory; use mlock or mmap"
         )
+    split_mode = option(args, ("-sm", "--split-mode"), env, "LLAMA_ARG_SPLIT_MODE")
+    if split_mode == "tensor":
+        raise ConfigError(
+            "--split-mode tensor cannot be used while streaming: it spreads each expert over all"
+            " devices; use layer"
+        )
     n_batch = count(args, ("-b", "--batch-size"), env, "LLAMA_ARG_BATCH", DEFAULT_BATCH)
     n_ubatch = count(args, ("-ub", "--ubatch-size"), env, "LLAMA_ARG_UBATCH", DEFAULT_UBATCH)
     flash = option(args, ("-fa", "--flash-attn"), env, "LLAMA_ARG_FLASH_ATTN")

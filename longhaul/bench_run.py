@@ -21,12 +21,14 @@ from .advise import advise
 from .arguments import option, spelled
 from .budget import MIB, RunSizes, least_budget_bytes
 from .cgroups import Cgroup, make_cgroup
-from .config import Config, parse_cache
+from .config import Config, parse_cache, parse_caches
 from .engine import Engine
 from .errors import ConfigError, LonghaulError, ModelUnsupportedError, NativeError
 from .experts import MoeModel
 from .index import read_index
 from .launch import RunPlan, plan_run
+from .pools import CPU
+from .probe import may_have_devices
 from .tool import run_tool, say
 
 TRACE_MODEL = "trace-"  # begins the name of a model whose routing replays a trace
@@ -67,7 +69,13 @@ class Preparer:
         model = read_index(path)
         if not model.is_moe:
             raise ModelUnsupportedError(f"{path} has no routed experts")
-        config = replace(self._config, cache_bytes=parse_cache(cache), trace_path=self._trace())
+        cache_bytes, by_device = parse_caches(cache)
+        config = replace(
+            self._config,
+            cache_bytes=cache_bytes,
+            cache_by_device=by_device,
+            trace_path=self._trace(),
+        )
         sizes = RunSizes(n_ctx, n_ubatch, 0, kv_element_bytes=self._kv_element_bytes)
         plan = plan_run(model, sizes, config)
         for line in plan.lines():
@@ -102,13 +110,18 @@ def run_bench(args: Sequence[str], config: Config, caches: str, *, help_llama: b
         native.require_libraries()
         return run_tool("bench", "longhaul-bench", ["--help"])
     for cache in caches.split(","):
-        parse_cache(cache)
+        if any(name.upper() != CPU for name in parse_caches(cache)[1]):
+            raise ConfigError(
+                f"{cache!r}: a bench does not count devices; give one size for all memory together"
+            )
     if option(args, _MODEL, {}) is None and not _names_remote(args):
         args = ["--model", str(demo.ensure(progress=say)), *args]
     if not any(spelled(word) in _LOAD_MODE for word in args):
         args = ["--load-mode", "longhaul", *args]
     tokens, order = token_order(args)
     say(f"tokens  {tokens}")
+    if may_have_devices(args, {}):
+        say("warning devices are not counted: sizes are for all memory together, terms as in RAM")
     reads = any("longhaul" in word.split(",") for word in args)
     native.require_libraries(reads=reads)
     kv_types = [option(args, names, {}) or "" for names in (("-ctk", "--cache-type-k"), _TYPE_V)]

@@ -1,7 +1,8 @@
 """Every knob of a run, with unit, default and check. Knows no command line and no model."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Config:
     """Hold the knobs of a run; raises ConfigError if one has a value that cannot be used."""
 
     cache_bytes: int | None = None  # bytes for slot tensors; None: as much as memory allows
+    cache_by_device: Mapping[str, int] = field(default_factory=dict)  # instead, by device
     n_io_threads: int = 4  # threads that read experts
     uncached: bool = True  # read past the page cache
     policy: str = "lru"  # name of the eviction policy
@@ -41,6 +43,8 @@ class Config:
                 f"cache of {self.cache_bytes} bytes cannot be used; it must be more than 0"
                 f" and at most {MAX_CACHE_BYTES}"
             )
+        if self.cache_bytes is not None and self.cache_by_device:
+            raise ConfigError("give the cache one size, or one for each device, not both")
         if not 1 <= self.n_io_threads <= MAX_IO_THREADS:
             raise ConfigError(
                 f"{self.n_io_threads} read threads cannot be used; give 1 to {MAX_IO_THREADS}"
@@ -76,3 +80,25 @@ def parse_cache(text: str) -> int | None:
     if size_bytes > MAX_CACHE_BYTES:
         raise ConfigError(f"cache size {text!r} is more than {MAX_CACHE_BYTES} bytes; {_ACCEPTED}")
     return size_bytes
+
+
+def parse_caches(text: str) -> tuple[int | None, dict[str, int]]:
+    """Turn what a user types for the cache into bytes, or into bytes by device.
+
+    Devices are named as in `CPU=2,Vulkan0=4`; between them may stand a `/` as well.
+    """
+    if "=" not in text:
+        return parse_cache(text), {}
+    sizes: dict[str, int] = {}
+    for part in re.split("[,/]", text):
+        name, _, size = (word.strip() for word in part.partition("="))
+        size_bytes = parse_cache(size) if name and size else None
+        if size_bytes is None:
+            raise ConfigError(
+                f"{part!r} is not a device and its size; give such as CPU=2,Vulkan0=4, and leave"
+                " out what is to be auto"
+            )
+        if name.upper() in map(str.upper, sizes):
+            raise ConfigError(f"{name} is given two sizes")
+        sizes[name] = size_bytes
+    return None, sizes

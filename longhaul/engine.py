@@ -21,7 +21,7 @@ The round trip of a miss:
 import errno
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +189,23 @@ class Engine(Closing):
                 file = files[tensor.shard]
                 stream.add_tensor(tensor.name, index, file, tensor.offset, tensor.slice_bytes)
         return stream
+
+    def plan_devices(self, device_of: Mapping[str, str], later_bytes: Mapping[str, int]) -> None:
+        """Have a load fail that puts a routed tensor on another device than planned.
+
+        `later_bytes` are what each device is to hold beside slots once they are there.
+        """
+        for name, device in device_of.items():
+            if device:
+                self._stream.plan_device(name, device, later_bytes.get(device, 0))
+
+    def devices(self) -> dict[str, str]:
+        """Return the device that the last load put each routed tensor on, "" for none."""
+        return {
+            tensor.name: self._stream.device(tensor.name)
+            for layer in self.model.layers
+            for tensor in layer.tensors
+        }
 
     def _shape(self, layer: MoeLayer, n_slots: int, n_tier: int, n_locked: int) -> LayerShape:
         selected = range(layer.n_expert + 1)

@@ -30,6 +30,7 @@ class RunFigures:
     device_bytes: int = 0  # of the slots, on devices
     tier_bytes: int = 0  # of the memory behind those
     locked_bytes: int = 0  # of that memory, page-locked
+    devices: tuple[dict[str, object], ...] = ()  # RAM and devices, where there are any
 
 
 def counters_dict(counters: Counters) -> dict[str, float]:

@@ -27,6 +27,7 @@ from .config import Config
 from .errors import BudgetError, ConfigError
 from .experts import MoeLayer, MoeModel
 from .planner import stage_count
+from .pools import CPU, Placement, Pool, later_bytes, make_pools, ram_plan, share_slots, with_slots
 from .server_arguments import DEFAULT_PARALLEL, ServerArguments
 from .slot_plan import read_slot_plan
 
@@ -51,8 +52,10 @@ class RunPlan:
     n_ctx_cut: int  # 0: as asked
     n_checkpoints_cut: int  # 0: as asked
     n_seq: int
-    memory: BudgetPlan
+    memory: BudgetPlan  # of RAM
     limit_known: bool
+    pools: tuple[Pool, ...] = ()  # RAM and devices, where there are any
+    placement: Placement | None = None
 
     @property
     def has_all_slots(self) -> bool:
@@ -72,7 +75,31 @@ class RunPlan:
     def planned(self) -> report.PlannedMemory:
         """The memory that the run should take."""
         bytes_used = slots_bytes(self.model.layers, self.n_slots)
+        for pool in self.pools:
+            if pool.name == CPU:
+                bytes_used = pool.slot_bytes
         return report.planned_memory(self.memory, bytes_used)
+
+    @property
+    def is_in_ram(self) -> tuple[bool, ...]:
+        """Whether experts of each layer lie in RAM."""
+        if self.placement is None:
+            return (True,) * len(self.n_slots)
+        return tuple(CPU in cost for cost in self.placement.costs(self.model.layers))
+
+    @property
+    def later_bytes(self) -> dict[str, int]:
+        """What the memory of each device is to hold beside slots once they are there."""
+        found = {pool.name: later_bytes(pool) for pool in self.pools}
+        if self.placement:
+            for name in self.placement.device_of.values():
+                found.setdefault(name, found.get(self.placement.pool_of(name), 0))
+        return found
+
+    @property
+    def final_args(self) -> list[str]:
+        """What the tool has to be told after the user's options: to do what was planned."""
+        return list(self.placement.args) if self.placement else []
 
     def lines(self) -> list[str]:
         """Write the plan, a line for each subject."""
@@ -86,7 +113,9 @@ class RunPlan:
         if self.n_checkpoints_cut:
             each_bytes = self.memory.checkpoint_bytes // (self.n_seq * self.n_checkpoints_cut)
             lines.append(report.checkpoints_line(self.n_checkpoints_cut, each_bytes))
+        lines += [report.device_line(pool) for pool in self.pools]
         lines.append(self.planned.line())
+        lines += report.device_warnings(self.pools)
         available_bytes = self.memory.limit.available_bytes
         if self.limit_known and self.planned.total_bytes > available_bytes:
             lines.append(report.overcommit_line(self.planned.total_bytes, self.memory.limit))
@@ -138,13 +167,19 @@ def plan_run(
     *,
     may_cut_context: bool = False,
     may_cut_checkpoints: bool = False,
+    placement: Placement | None = None,
 ) -> RunPlan:
     """Plan slots and context; `sizes` are those asked for, read buffers aside.
 
     A context that nobody asked for may be cut so that its KV cache leaves room, and so may the
-    number of kept states. Raises BudgetError if the budget, or what is left for one, is too small.
+    number of kept states. With devices the context is settled with the placement, and each pool has
+    its own budget. Raises BudgetError if a budget, or what is left for one, is too small.
     """
-    limit = _limit(config)
+    limit = known_limit(config)
+    if placement:
+        sizes, may_cut_context = replace(sizes, n_ctx=placement.n_ctx), False
+    elif config.cache_by_device:
+        config = _without_devices(config)
     asked = sizes
     sizes = settle_sizes(
         model,
@@ -155,22 +190,16 @@ def plan_run(
         may_cut_checkpoints=may_cut_checkpoints,
     )
     n_ctx_cut = sizes.n_ctx if sizes.n_ctx != asked.n_ctx else 0
+    if placement:
+        n_ctx_cut = placement.n_ctx_cut
     n_checkpoints_cut = sizes.n_checkpoints if sizes.n_checkpoints != asked.n_checkpoints else 0
     known = limit or MemoryLimit(0, 0, "unknown")
-    if config.cache_bytes is None:
-        budget_bytes = auto_budget(model, known, sizes).budget_bytes
+    pools: tuple[Pool, ...] = ()
+    if placement:
+        memory = ram_plan(model, known, sizes, placement)
+        pools, n_slots, budget_bytes = _plan_pools(model, memory, sizes, config, placement)
     else:
-        budget_bytes = config.cache_bytes
-    if config.plan_path is None:
-        n_slots = plan_slots(model.layers, budget_bytes, sizes.least)
-    else:
-        n_slots = slots_of_plan(model, config.plan_path)
-        planned_bytes = slots_bytes(model.layers, n_slots)
-        if planned_bytes > budget_bytes:
-            raise BudgetError(
-                f"{config.plan_path} takes {gib_up(planned_bytes)} GiB, the cache has"
-                f" {gib_down(budget_bytes)}; give the cache more, or make a plan for it"
-            )
+        n_slots, budget_bytes = _plan_ram(model, known, sizes, config)
     n_ubatch, n_stages = sizes.n_ubatch, 1
     if config.ubatch == "shrink":
         n_ubatch = effective_ubatch(model.layers, n_slots, n_ubatch)
@@ -180,16 +209,81 @@ def plan_run(
         model=model,
         n_slots=n_slots,
         budget_bytes=budget_bytes,
-        automatic=config.cache_bytes is None,
+        automatic=config.cache_bytes is None and not config.cache_by_device,
         n_ubatch=n_ubatch,
         n_ubatch_asked=sizes.n_ubatch,
         n_stages=n_stages,
         n_ctx_cut=n_ctx_cut,
         n_checkpoints_cut=n_checkpoints_cut,
         n_seq=sizes.n_seq,
-        memory=plan_memory(model, known, replace(sizes, n_ubatch=n_ubatch)),
+        memory=memory
+        if placement
+        else plan_memory(model, known, replace(sizes, n_ubatch=n_ubatch)),
         limit_known=limit is not None,
+        pools=pools,
+        placement=placement,
     )
+
+
+def _plan_ram(
+    model: MoeModel, limit: MemoryLimit, sizes: RunSizes, config: Config
+) -> tuple[tuple[int, ...], int]:
+    """Return the slots of each layer where all is in RAM, and the budget."""
+    if config.cache_bytes is None:
+        budget_bytes = auto_budget(model, limit, sizes).budget_bytes
+    else:
+        budget_bytes = config.cache_bytes
+    if config.plan_path is None:
+        return plan_slots(model.layers, budget_bytes, sizes.least), budget_bytes
+    n_slots = slots_of_plan(model, config.plan_path)
+    _check_plan_fits(config.plan_path, slots_bytes(model.layers, n_slots), budget_bytes)
+    return n_slots, budget_bytes
+
+
+def _plan_pools(
+    model: MoeModel, ram: BudgetPlan, sizes: RunSizes, config: Config, placement: Placement
+) -> tuple[tuple[Pool, ...], tuple[int, ...], int]:
+    """Return pools and slots of each layer where there are devices, and the budget in all."""
+    pools = make_pools(model, ram, placement, sizes.least, config.cache_by_device)
+    costs = placement.costs(model.layers)
+    # a total does not ask whether RAM is short, as without devices
+    rooms = {
+        pool.name: pool.expert_bytes
+        if pool.name == CPU and config.cache_bytes is not None
+        else pool.room_bytes
+        for pool in pools
+    }
+    if config.plan_path is None:
+        n_slots = share_slots(model.layers, costs, rooms, sizes.least, config.cache_bytes)
+        pools = with_slots(pools, costs, n_slots)
+    else:
+        n_slots = slots_of_plan(model, config.plan_path)
+        pools = with_slots(pools, costs, n_slots)
+        for pool in pools:
+            _check_plan_fits(config.plan_path, pool.slot_bytes, rooms[pool.name], pool.name)
+        if config.cache_bytes is not None:
+            taken_bytes = sum(pool.slot_bytes for pool in pools)
+            _check_plan_fits(config.plan_path, taken_bytes, config.cache_bytes)
+    room_bytes = sum(min(rooms[pool.name], pool.expert_bytes) for pool in pools)
+    return pools, n_slots, config.cache_bytes or room_bytes
+
+
+def _check_plan_fits(path: Path, planned_bytes: int, budget_bytes: int, device: str = "") -> None:
+    if planned_bytes > budget_bytes:
+        where = f" on {device}" if device else ""
+        raise BudgetError(
+            f"{path} takes {gib_up(planned_bytes)} GiB{where}, the cache has"
+            f" {gib_down(budget_bytes)}; give the cache more, or make a plan for it"
+        )
+
+
+def _without_devices(config: Config) -> Config:
+    """Return a configuration by device for a run in RAM alone; raises ConfigError for others."""
+    for name in config.cache_by_device:
+        if name.upper() != CPU:
+            raise ConfigError(f"no experts lie on a device {name}; they lie on: {CPU}")
+    (size_bytes,) = config.cache_by_device.values()
+    return replace(config, cache_bytes=size_bytes, cache_by_device={})
 
 
 def slots_of_plan(model: MoeModel, path: Path) -> tuple[int, ...]:
@@ -236,7 +330,7 @@ def most_stages(layers: Sequence[MoeLayer], n_slots: Sequence[int], n_ubatch: in
     )
 
 
-def _limit(config: Config) -> MemoryLimit | None:
+def known_limit(config: Config) -> MemoryLimit | None:
     """Return the limit; None if it cannot be known and the user gave a size."""
     try:
         return memory_limit()
@@ -259,6 +353,24 @@ def cut_context(model: MoeModel, sizes: RunSizes, limit: MemoryLimit) -> int:
     ):
         n_ctx = max(n_ctx // 2, LEAST_CONTEXT)
     return n_ctx if n_ctx < model.n_ctx_train else 0
+
+
+def cut_placed_context(placement: Placement, limit: MemoryLimit) -> int:
+    """Return the context to take when none was asked for, 0 if what llama.cpp would take does.
+
+    As in RAM alone: halved until no pool's KV cache takes more than a quarter of what the model
+    leaves there.
+    """
+    ram = replace(placement.ram, free_bytes=limit.available_bytes)
+    pools = [ram, *(device for device in placement.devices if not device.is_host)]
+    n_ctx = placement.n_ctx
+    while n_ctx > LEAST_CONTEXT and any(
+        pool.context_bytes * n_ctx / placement.n_ctx
+        > KV_SHARE * max(pool.free_bytes - pool.model_bytes, 0)
+        for pool in pools
+    ):
+        n_ctx = max(n_ctx // 2, LEAST_CONTEXT)
+    return n_ctx if n_ctx < placement.n_ctx else 0
 
 
 def cut_checkpoints(model: MoeModel, sizes: RunSizes, limit: MemoryLimit) -> int:

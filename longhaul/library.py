@@ -11,6 +11,7 @@ from .errors import PatchError
 _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT = _PACKAGE.parent
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+_NO_DEVICES = tuple(f"libggml-{name}" for name in ("base", "cpu", "blas", "rpc"))
 STREAMING_SPINS = 2_000  # some 20 microseconds
 RESIDENT_SPINS = 10_000
 FUSION_SWITCHES = (
@@ -38,6 +39,12 @@ def lib_path(name: str) -> Path:
     if not path.exists():
         raise PatchError(f"native library {path} not found; {_HOW_TO_BUILD}")
     return path
+
+
+def has_device_backend() -> bool:
+    """Say whether a backend was built that may find devices here, beside the CPU's and RPC's."""
+    names = (path.name for path in lib_dir().glob(f"libggml-*{_SUFFIX}"))
+    return any(not name.startswith(_NO_DEVICES) for name in names)
 
 
 def openmp_environment(*, reads: bool = True) -> dict[str, str]:

@@ -9,6 +9,8 @@ import fcntl
 import mmap
 import os
 import random
+import re
+import resource
 import sys
 import threading
 import time
@@ -158,3 +160,17 @@ def _rate(n_threads: int, seconds: float, make: Callable[[], Callable[[], int]])
     if errors:
         raise errors[0]
     return sum(totals) / (time.perf_counter() - start)
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory that this process ever had resident, by the kernel's figure.
+
+    Linux's getrusage counts what ran in the process before it became Python.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        peak = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+        if peak:
+            return int(peak[1]) * 1024
+    maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maxrss if sys.platform == "darwin" else maxrss * 1024

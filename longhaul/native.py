@@ -347,6 +347,18 @@ class Stream(_Handle):
             )
         )
 
+    def plan_device(self, name: str, device: str, later_bytes: int) -> None:
+        """Say where a routed tensor's slots are to be, and what that device is to hold beside."""
+        check(
+            _lib().lh_stream_plan_device(self.pointer, name.encode(), device.encode(), later_bytes)
+        )
+
+    def device(self, name: str) -> str:
+        """Return the device that the last load put a routed tensor on, "" where there was none."""
+        out = _ffi().new("const char **")
+        check(_lib().lh_stream_device(self.pointer, name.encode(), out))
+        return str(_ffi().string(out[0]).decode(errors="replace"))
+
     def set_active(self, active: bool) -> None:
         """Stream models that are loaded from now on, or load them whole."""
         check(_lib().lh_stream_set_active(self.pointer, active))
@@ -562,3 +574,42 @@ def run_tool(name: str, program: str, args: Sequence[str]) -> int:
     code = ffi.new("int32_t *")
     check(lib.lh_tool_run(name.encode(), len(words), argv, code))
     return int(code[0])
+
+
+MOST_DEVICES = 64
+Found = tuple[str, str, bool, int, int, int, int, int, int, int]
+
+
+def place_tool(name: str, args: Sequence[str]) -> tuple[list[Found], int, list[str]]:
+    """Return what a tool would put where, the KV cells, and the words that make it do just that.
+
+    The devices, the host last, are as lh_device_memory has them, in its order. A bad option may end
+    the process. Raises ConfigError or NativeError.
+    """
+    ffi, lib = _ffi(), _tools_lib()
+    words = [ffi.new("char[]", os.fsencode(word)) for word in (name, *args)]
+    argv = ffi.new("char *[]", [*words, ffi.NULL])
+    devices = ffi.new("lh_device_memory[]", MOST_DEVICES)
+    n_devices, n_ctx = ffi.new("int32_t *"), ffi.new("uint32_t *")
+    text = ffi.new("const char **")
+    check(
+        lib.lh_tool_place(
+            name.encode(), len(words), argv, devices, MOST_DEVICES, n_devices, n_ctx, text
+        )
+    )
+    found = [
+        (
+            ffi.string(device.name).decode(errors="replace"),
+            ffi.string(device.description).decode(errors="replace"),
+            bool(device.is_host),
+            int(device.total_bytes),
+            int(device.free_bytes),
+            int(device.model_bytes),
+            int(device.context_bytes),
+            int(device.compute_bytes),
+            int(device.other_bytes),
+            int(device.margin_bytes),
+        )
+        for device in devices[0 : n_devices[0]]
+    ]
+    return found, int(n_ctx[0]), os.fsdecode(ffi.string(text[0])).splitlines()

@@ -10,7 +10,7 @@ from typing import TypeVar
 import click
 from click.core import ParameterSource
 
-from .config import Config, parse_cache
+from .config import Config, parse_caches
 from .errors import ConfigError, LonghaulError
 from .policy import POLICIES
 
@@ -101,9 +101,11 @@ def streaming_options(command: F) -> F:
         if not longhaul:
             _refuse_ours_without_streaming()
         else:
+            cache_bytes, cache_by_device = parse_caches(longhaul_cache)
             config = replace(
                 _shared_config(longhaul_io_threads, longhaul_policy, longhaul_ubatch),
-                cache_bytes=parse_cache(longhaul_cache),
+                cache_bytes=cache_bytes,
+                cache_by_device=cache_by_device,
                 json_path=longhaul_json,
                 trace_path=longhaul_trace,
                 plan_path=longhaul_plan,
@@ -229,7 +231,7 @@ _STREAMING: _Options = [
         default="auto",
         show_default=True,
         help="memory for routed experts in GiB, or with a unit such as 512MiB;"
-        " auto takes what is left",
+        " auto takes what is left; CPU=2,Vulkan0=4 gives each device its own",
     ),
     *_SHARED,
     click.option(

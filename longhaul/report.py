@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .budget import GIB, MIB, BudgetPlan, MemoryLimit, gib_down, slots_bytes
 from .experts import MoeModel
 from .figures import RunFigures
+from .pools import CPU, Pool
 from .stats import Counters
 
 DEFAULT_CHECKPOINTS = 32  # of llama.cpp, for each sequence
@@ -100,6 +101,33 @@ def read_line(modes: Sequence[str], n_io_threads: int) -> str:
     }
     shown = "; ".join(names[mode] for mode in sorted(set(modes)))
     return f"reads   {shown}, {n_io_threads} threads"
+
+
+def device_line(pool: Pool) -> str:
+    """Say what a device, or RAM beside devices, is to hold."""
+    slots = (
+        f"{pool.slot_bytes / MIB:.1f} MiB of slots for {pool.n_layers} layers"
+        if pool.n_layers
+        else "no experts"
+    )
+    line = f"device  {pool.name} ({pool.description}): {slots}"
+    if pool.name == CPU:
+        return f"{line}; the rest of it is under memory"
+    parts = " + ".join(f"{name} {size / MIB:.0f}" for name, size in pool.terms if size)
+    return (
+        f"{line}; planned {pool.planned_bytes / MIB:.0f} of {pool.free_bytes / MIB:.0f} MiB free:"
+        f" slots {pool.slot_bytes / MIB:.0f} + {parts}"
+    )
+
+
+def device_warnings(pools: Sequence[Pool]) -> list[str]:
+    """Warn of devices that are planned to hold more than is free; RAM has a line of its own."""
+    return [
+        f"warning {pool.planned_bytes / MIB:.0f} MiB are planned on {pool.name}, but only"
+        f" {pool.free_bytes / MIB:.0f} MiB are free there"
+        for pool in pools
+        if pool.name != CPU and pool.planned_bytes > pool.free_bytes
+    ]
 
 
 @dataclass(frozen=True, slots=True)

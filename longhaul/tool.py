@@ -1,11 +1,10 @@
 """Runs one of llama.cpp's tools in this process while its model streams."""
 
-import re
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from . import demo, live, machine, native, report
@@ -15,6 +14,8 @@ from .engine import Engine
 from .figures import RunFigures, write_json
 from .index import read_index
 from .launch import CHATS, RunPlan, plan_run, tool_sizes
+from .machine import peak_rss_bytes
+from .probe import placed
 from .server_arguments import ServerArguments, read_server_arguments
 from .warm import warming
 from .watch import ignore_signals, watching
@@ -78,17 +79,27 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         native.require_libraries()
         return run_tool(tool, program, args)
     server = read_server_arguments(args) if tool == "server" else None
+    sizes = tool_sizes(tool, arguments, model, server)
+    may_cut_context = (
+        arguments.n_ctx is None
+        and tool != "perplexity"
+        and not (server and server.n_ctx_per_sequence)
+    )
+    placement = placed(tool, args, path, config, tell, may_cut_context=may_cut_context)
+    if placement:  # which knows of the other files where they go
+        sizes = replace(sizes, other_bytes=sizes.other_bytes - arguments.other_bytes)
     plan = plan_run(
         model,
-        tool_sizes(tool, arguments, model, server),
+        sizes,
         config,
-        may_cut_context=arguments.n_ctx is None
-        and tool != "perplexity"
-        and not (server and server.n_ctx_per_sequence),
+        may_cut_context=may_cut_context,
         may_cut_checkpoints=arguments.n_checkpoints is None,
+        placement=placement,
     )
     native.require_libraries(reads=not plan.has_all_slots)
     with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
+        if placement:
+            engine.plan_devices(placement.device_of, plan.later_bytes)
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:
             tell(line)
         stack.enter_context(warming(engine, config.warm_path, tell))
@@ -110,7 +121,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
             if config.page_port is not None:
                 page = _page(plan, engine, server, config.page_port)
                 tell(stack.enter_context(page))
-        code = run_tool(tool, program, [*extra_args, *args])
+        code = run_tool(tool, program, [*extra_args, *args, *plan.final_args])
         _tell_figures(run_figures(plan, engine, config), config, tell)
         # a server has told whoever asked, and has gone on since
         has_failed = engine.take_error() is not None and not server
@@ -157,6 +168,7 @@ def run_figures(plan: RunPlan, engine: Engine, config: Config) -> RunFigures:
         peak_rss_bytes=peak_rss_bytes(),
         stats=engine.stats(),
         records=tuple(engine.records()),
+        devices=tuple(pool.as_dict() for pool in plan.pools),
     )
 
 
@@ -182,17 +194,3 @@ def _silence(line: str) -> None:
 def say(line: str) -> None:
     """Write one line of ours to stderr."""
     print(f"longhaul: {line}", file=sys.stderr, flush=True)
-
-
-def peak_rss_bytes() -> int:
-    """Return the most memory that this process ever had resident, by the kernel's figure.
-
-    Linux's getrusage counts what ran in the process before it became Python.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        peak = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
-        if peak:
-            return int(peak[1]) * 1024
-    maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return maxrss if sys.platform == "darwin" else maxrss * 1024

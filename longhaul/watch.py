@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 
 from .budget import MIB, MemoryLimit, memory_limit, plan_slots, slots_bytes, token_slots
 from .engine import Engine
@@ -64,12 +65,14 @@ class Watcher:
 
     def __init__(self, engine: Engine, plan: RunPlan, tell: Callable[[str], None]) -> None:
         self._engine = engine
-        self._layers = plan.model.layers
+        self._is_in_ram = plan.is_in_ram  # slots on devices stay as they are
+        self._layers = list(compress(plan.model.layers, self._is_in_ram))
+        self._n_slots = tuple(compress(engine.n_slots, self._is_in_ram))
         self._floor_bytes = plan.memory.floor_bytes
         self._tell = tell
-        self._is_automatic = plan.automatic and plan.limit_known
-        self._most_bytes = slots_bytes(self._layers, engine.n_slots)
-        self._least_bytes = slots_bytes(self._layers, slot_limits(self._layers, engine.n_slots, 0))
+        self._is_automatic = plan.automatic and plan.limit_known and bool(self._layers)
+        self._most_bytes = slots_bytes(self._layers, self._n_slots)
+        self._least_bytes = slots_bytes(self._layers, slot_limits(self._layers, self._n_slots, 0))
         self._wanted_bytes = self._most_bytes  # by whoever sends signals
         self._memory_bytes = self._most_bytes  # by what is available
         self.budget_bytes = self._most_bytes
@@ -89,6 +92,8 @@ class Watcher:
                 self._wanted_bytes = max(self.budget_bytes // 2, self._least_bytes)
             elif number == TAKE_AGAIN:
                 self._wanted_bytes = self._most_bytes
+        if self._gives_back and signals and not self._layers:
+            self._give_up()
         if not self._gives_back:
             return
         reason = "as the signal asked"
@@ -96,16 +101,24 @@ class Watcher:
             reason = self._look_at_memory(reason)
         before_bytes = self.budget_bytes
         self.budget_bytes = min(self._wanted_bytes, self._memory_bytes)
-        limits = slot_limits(self._layers, self._engine.n_slots, self.budget_bytes)
+        limits = slot_limits(self._layers, self._n_slots, self.budget_bytes)
         if self.budget_bytes < self._most_bytes or before_bytes < self._most_bytes:
-            n_bytes = self._engine.set_limits(limits)
-            if n_bytes == 0 and limits != self._engine.n_slots:
+            n_bytes = self._engine.set_limits(self._with_devices(limits))
+            if n_bytes == 0 and limits != self._n_slots:
                 self._give_up()
                 return
         if self.budget_bytes != before_bytes:
             used_bytes = slots_bytes(self._layers, limits)
             whole = size_text(self._most_bytes)
             self._tell(f"cache   {size_text(used_bytes)} of {whole} in use, {reason}")
+
+    def _with_devices(self, limits: Sequence[int]) -> tuple[int, ...]:
+        """Return the limits of all layers, given those of the layers in RAM."""
+        of_ram = iter(limits)
+        return tuple(
+            next(of_ram) if is_in_ram else n_slots
+            for n_slots, is_in_ram in zip(self._engine.n_slots, self._is_in_ram, strict=True)
+        )
 
     def _give_up(self) -> None:
         """Use all slots again, since the system does not take any: locked, or on a device."""

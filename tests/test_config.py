@@ -1,10 +1,11 @@
+import re
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhaul.config import MAX_CACHE_BYTES, Config, parse_cache
+from longhaul.config import MAX_CACHE_BYTES, Config, parse_cache, parse_caches
 from longhaul.errors import ConfigError
 
 UNITS = {"": 2**30, "B": 1, "K": 2**10, "MiB": 2**20, "g": 2**30, "GiB": 2**30, " TiB": 2**40}
@@ -104,3 +105,43 @@ def test_read_threads_out_of_range_are_refused(n_io_threads: int) -> None:
 def test_a_policy_without_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy"):
         Config(policy="")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("auto", (None, {})),
+        ("2", (2 * 2**30, {})),
+        ("CPU=2", (None, {"CPU": 2 * 2**30})),
+        ("CPU=2,Vulkan0=512MiB", (None, {"CPU": 2 * 2**30, "Vulkan0": 2**29})),
+        ("CPU=2/Vulkan0=512MiB", (None, {"CPU": 2 * 2**30, "Vulkan0": 2**29})),
+        (" RPC0 = 1.5 , RPC1 = .5 ", (None, {"RPC0": 3 * 2**29, "RPC1": 2**29})),
+    ],
+)
+def test_a_cache_has_one_size_or_one_for_each_device(
+    text: str, found: tuple[int | None, dict[str, int]]
+) -> None:
+    assert parse_caches(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("CPU=", "'CPU=' is not a device and its size"),
+        ("=2", "'=2' is not a device and its size"),
+        ("CPU=2,3", "'3' is not a device and its size"),
+        ("CPU=auto", "leave out what is to be auto"),
+        ("CPU=2,", "'' is not a device and its size"),
+        ("CPU=many", "cache size 'many' is not a size"),
+        ("CPU=1,cpu=2", "cpu is given two sizes"),
+        ("CPU=2=3", "cache size '2=3' is not a size"),
+    ],
+)
+def test_sizes_by_device_that_cannot_be_read_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_caches(text)
+
+
+def test_one_size_and_sizes_by_device_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        Config(cache_bytes=1, cache_by_device={"CPU": 1})

@@ -38,13 +38,14 @@ OURS: dict[str, set[str]] = {
     "planner": VALUES | {"policy", "residency"},
     "budget": VALUES,
     "tier": VALUES | {"policy", "residency", "planner", "budget"},
+    "pools": VALUES | {"budget"},
     "figures": {"stats", "files"},
     "arguments": VALUES | {"budget"},
-    "report": VALUES | {"budget", "figures"},
+    "report": VALUES | {"budget", "figures", "pools"},
     "server_arguments": ERRORS | {"arguments"},
     "launch": VALUES
     | {"planner", "budget", "arguments", "report", "server_arguments"}
-    | {"slot_plan"},
+    | {"pools", "slot_plan"},
     "page": set(),  # a process of its own
     "trace": VALUES,
     "trace_files": ERRORS | {"trace"},
@@ -70,6 +71,9 @@ OURS: dict[str, set[str]] = {
     "engine": VALUES | PURE | BOUNDARY | {"closing", "files", "trace"},
     # 4
     "options": {"errors", "config", "policy"},
+    "probe": VALUES
+    | BOUNDARY
+    | {"arguments", "budget", "engine", "launch", "library", "machine", "pools"},
     "live": {"engine", "launch", "server_arguments"},
     "warm": VALUES | {"demo", "engine", "files"},
     "watch": VALUES | {"budget", "engine", "launch", "report"},
@@ -85,6 +89,7 @@ OURS: dict[str, set[str]] = {
         "figures",
         "live",
         "machine",
+        "probe",
         "warm",
         "watch",
     }
@@ -92,7 +97,7 @@ OURS: dict[str, set[str]] = {
     "advise": VALUES
     | PURE
     | {"index", "gguf_header", "arguments", "forecast", "launch", "machine", "report", "shape"}
-    | {"server_arguments"},
+    | {"pools", "probe", "server_arguments"},
     "doctor": VALUES
     | PURE
     | BOUNDARY
@@ -100,7 +105,8 @@ OURS: dict[str, set[str]] = {
     "bench_run": VALUES
     | PURE
     | BOUNDARY
-    | {"advise", "arguments", "cgroups", "demo", "engine", "launch", "plots", "tool"},
+    | {"advise", "arguments", "cgroups", "demo", "engine", "launch", "plots", "tool"}
+    | {"pools", "probe"},
     "trace_commands": {"errors", "config", "policy", "options"}
     | {"replay_table", "slot_plan", "survey", "trace_plots"},
     # 5: never one another

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from longhaul.config import Config
 from longhaul.errors import ConfigError
 from longhaul.index import read_index
 from longhaul.launch import RunPlan, plan_run, tool_sizes
+from longhaul.pools import CPU, DeviceMemory, Placement
 from longhaul.watch import GIVE_BACK, TAKE_AGAIN, Watcher, next_budget, slot_limits
 
 FLOOR = 256 * MIB
@@ -99,6 +101,18 @@ def watched(tiny: Path) -> Callable[..., Watched]:
     return make
 
 
+def on_devices(plan: RunPlan, n_layers: int) -> RunPlan:
+    """Return a plan whose last layers lie on a device."""
+    card = DeviceMemory("CUDA0", "a card", False, GIB, GIB, 1, 1, 1)
+    device_of = {
+        tensor.name: CPU if index < len(plan.n_slots) - n_layers else "CUDA0"
+        for index, layer in enumerate(plan.model.layers)
+        for tensor in layer.tensors
+    }
+    host = replace(card, name=CPU, is_host=True)
+    return replace(plan, placement=Placement((card,), host, device_of, 256))
+
+
 def plan_of(path: Path, *, automatic: bool) -> RunPlan:
     model = read_index(path)
     sizes = tool_sizes("completion", read_arguments(["-m", str(path), "-c", "256"]), model)
@@ -161,6 +175,29 @@ def test_memory_that_cannot_be_told_is_asked_for_again(
     monkeypatch.setattr(watch, "memory_limit", lambda: MemoryLimit(GIB, 2**50, "a test"))
     watcher.step([])
     assert engine.limits[-1] == (6, 6, 6)
+
+
+def test_slots_on_devices_stay_when_ram_is_short(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "memory_limit", lambda: MemoryLimit(GIB, 0, "a test"))
+    lines: list[str] = []
+    plan, engine = on_devices(plan_of(tiny, automatic=True), 2), FakeEngine((6, 6, 6))
+    watcher = Watcher(engine, plan, lines.append)  # type: ignore[arg-type]
+    watcher.step([])
+    assert engine.limits == [(2, 6, 6)]
+    assert len(lines) == 1
+
+
+def test_where_all_slots_are_on_devices_ram_is_not_watched(tiny: Path) -> None:
+    lines: list[str] = []
+    plan, engine = on_devices(plan_of(tiny, automatic=True), 3), FakeEngine((6, 6, 6))
+    watcher = Watcher(engine, plan, lines.append)  # type: ignore[arg-type]
+    assert watcher.timeout_s is None
+    watcher.step([])
+    assert lines == []
+    watcher.step([GIVE_BACK])
+    assert lines == ["warning no memory of slots can be given back: it is locked, or on a device"]
 
 
 def test_slots_are_kept_where_no_memory_comes_back(watched: Callable[..., Watched]) -> None:

@@ -238,6 +238,14 @@ LH_API lh_status lh_stream_free(lh_stream * stream);
 LH_API lh_status lh_stream_add_tensor(lh_stream * stream, const char * name, int32_t layer_index, int32_t file,
                                       int64_t offset, int64_t slice_bytes);
 
+// The device that a routed tensor's slots are planned on ("CPU" for the host), and what it is to hold beside slots once they are
+// there: another device fails the load, and a device without memory names what would fit. Before a model is loaded.
+LH_API lh_status lh_stream_plan_device(lh_stream * stream, const char * tensor, const char * device,
+                                       int64_t later_bytes);
+// The device that a routed tensor was put on by the last load, one without allocation as well: "CPU" for the host, "" for none, and
+// the name of the buffer type where slots cannot be. Lives as long as the device.
+LH_API lh_status lh_stream_device(lh_stream * stream, const char * tensor, const char ** device);
+
 // From now on a model that is loaded from path_model streams; off: it is loaded whole. One model at a time.
 LH_API lh_status lh_stream_set_active(lh_stream * stream, bool active);
 
@@ -316,6 +324,27 @@ LH_API lh_status lh_stream_set_stages(lh_stream * stream, int32_t layer_index, c
 // argv[0] is the program's name.
 // *exit_code is what the tool returned.
 LH_API lh_status lh_tool_run(const char * name, int32_t argc, char ** argv, int32_t * exit_code);
+
+// What a device is to hold beside routed experts that stream with the fewest slots.
+typedef struct lh_device_memory {
+    char    name[64];
+    char    description[128];
+    bool    is_host;       // its memory is the host's
+    int64_t total_bytes;   // 0 and 0: it does not say
+    int64_t free_bytes;
+    int64_t model_bytes;   // slots included
+    int64_t context_bytes; // KV cache and recurrent state
+    int64_t compute_bytes;
+    int64_t other_bytes;   // a draft model, a projector
+    int64_t margin_bytes;  // what the tool's options want to stay free
+} lh_device_memory;
+
+// Find out what a tool would put where, with its options as they are: they are parsed, fitted to the devices if the tool would do
+// that, and the model is loaded without allocation. At most n_most devices, the last one is the host. *args: the words, a line
+// each, that make the tool do just that without fitting again; they live until the next call. A bad option may end the process, as
+// it does in the tool: to be called from a process of its own.
+LH_API lh_status lh_tool_place(const char * name, int32_t argc, char ** argv, lh_device_memory * devices,
+                               int32_t n_most, int32_t * n_devices, uint32_t * n_ctx, const char ** args);
 
 // cffi: end
 

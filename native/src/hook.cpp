@@ -12,6 +12,7 @@
 #include "ggml.h"
 #include "llama-stream-hook.h"
 #include "llama.h"
+#include "placement.h"
 #include "stream.h"
 
 namespace lh {
@@ -26,6 +27,9 @@ static std::atomic<bool> is_cancelled = { false };
 static const char * refusal(const llama_model_params & params) {
     if (params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
         return "load mode mmap+mlock would lock every expert in memory; use mlock or mmap";
+    }
+    if (params.split_mode == LLAMA_SPLIT_MODE_TENSOR) {
+        return "split mode tensor spreads each expert over all devices, which cannot be streamed; use layer";
     }
     if (params.check_tensors) {
         return "streamed experts cannot be validated at load; leave --check-tensors out";
@@ -77,15 +81,26 @@ static void hook_close(void * handle) {
     delete model;
 }
 
-static int64_t hook_n_slots(void * handle, const char * name) {
-    const stream_layer * layer = static_cast<model_handle *>(handle)->stream->find(name).layer;
-    return layer ? layer->n_slots : 0;
+static int64_t hook_n_slots(void * handle, const char * name, ggml_backend_buffer_type * buft) {
+    const auto [layer, index] = static_cast<model_handle *>(handle)->stream->find(name);
+    if (!layer) {
+        return 0;
+    }
+    layer->tensors[index].buft = buft;
+    return layer->n_slots;
 }
 
 static ggml_backend_buffer * hook_alloc(void * handle, ggml_context * ctx, ggml_backend_buffer_type * buft) {
     ggml_backend_buffer * buffer = nullptr;
-    if (guarded([&] { buffer = static_cast<model_handle *>(handle)->stream->alloc(ctx, buft); }) != LH_STATUS_OK) {
-        log_line(GGML_LOG_LEVEL_ERROR, lh_last_error());
+    lh_stream *           stream = static_cast<model_handle *>(handle)->stream;
+    const lh_status       status = guarded([&] {
+        buffer = stream->alloc(ctx, buft);
+        if (!buffer) {
+            throw error(LH_STATUS_NO_MEMORY, no_memory_text(*stream, ctx, buft));
+        }
+    });
+    if (status != LH_STATUS_OK) {
+        stream->fail(status);
     }
     return buffer;
 }
@@ -94,6 +109,7 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     lh_stream *                 stream = static_cast<model_handle *>(handle)->stream;
     const lh_status             status = guarded([&] {
+        check_placement(*stream, slots);
         stream->bind(slots);
         slot_tensors[slots] = stream->find(slots->name);
     });

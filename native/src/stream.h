@@ -29,9 +29,13 @@ struct expert_tensor {
     int64_t       slice_bytes;
     ggml_tensor * slots = nullptr;
     slot_kind     kind  = slot_kind::host;
-    device_traits traits;           // of the slots' device
-    uint8_t *     locked = nullptr; // [n_locked] slices of the tier
-    uint8_t *     tier   = nullptr; // [n_tier - n_locked] slices of it
+    device_traits traits;                       // of the slots' device
+    uint8_t *     locked = nullptr;             // [n_locked] slices of the tier
+    uint8_t *     tier   = nullptr;             // [n_tier - n_locked] slices of it
+
+    ggml_backend_buffer_type * buft = nullptr;  // of the last load, with or without allocation
+    std::string                device;          // where the slots were planned to be; empty: anywhere
+    int64_t                    later_bytes = 0; // what that device is to hold beside slots once they are there
 };
 
 struct stream_layer;
