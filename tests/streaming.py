@@ -12,6 +12,7 @@ from longhaul.config import Config
 from longhaul.engine import Engine
 from longhaul.index import read_index
 from longhaul.stats import Stats
+from longhaul.tier import TierSizes
 
 Logits = npt.NDArray[np.float32]
 
@@ -69,7 +70,11 @@ def evaluate(path: Path, recipe: Recipe) -> Run:
     with (
         load(path, recipe) as model,
         llama.Context(
-            model, n_ctx=n_ctx, n_ubatch=recipe.n_ubatch, n_threads=recipe.n_threads
+            model,
+            n_ctx=n_ctx,
+            n_ubatch=recipe.n_ubatch,
+            n_threads=recipe.n_threads,
+            op_offload=not recipe.placement.devices,  # streamed experts stay where their slots are
         ) as context,
     ):
         prompt = np.random.default_rng(7).integers(0, model.n_vocab, recipe.n_prompt).tolist()
@@ -79,10 +84,17 @@ def evaluate(path: Path, recipe: Recipe) -> Run:
         return Run(np.concatenate(logits), context.n_ubatch)
 
 
-def stream(path: Path, n_slots: int, recipe: Recipe, config: Config | None = None) -> Run:
+def stream(
+    path: Path,
+    n_slots: int,
+    recipe: Recipe,
+    config: Config | None = None,
+    tier: TierSizes | None = None,
+) -> Run:
     """Evaluate with n_slots slots in every layer."""
     model = read_index(path)
-    with Engine(model, [n_slots] * len(model.layers), config or Config()) as engine:
+    slots = [n_slots] * len(model.layers)
+    with Engine(model, slots, config or Config(), tier=tier) as engine:
         with load(path, recipe):
             slot_bytes, repacked_bytes, *_ = engine.slot_bytes()
         run = evaluate(path, recipe)

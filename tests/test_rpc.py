@@ -1,24 +1,20 @@
-"""Experts in other devices' memory: workers on this machine, or what LONGHAUL_TEST_DEVICE names.
+"""Workers that cannot be reached, and workers that die: what is computed fails, and nothing more.
 
-Streamed logits equal those of the resident run on the same devices: largest difference 0.0. A
-worker that dies fails what is computed, and nothing more.
+tests/test_on_devices.py compares logits.
 """
 
 import ctypes
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from commands import CHAT, OURS, PROMPT, SMALL, Result, Running, run
-from devices import Line, devices, worker
-from models import split_gguf
+from devices import Line, worker
 from servers import free_port, serve
-from streaming import Placement, Recipe, evaluate, largest_difference, load, stream
+from streaming import Placement, Recipe, evaluate, largest_difference, load
 
 from longhaul import llama
 from longhaul.config import Config
@@ -29,88 +25,8 @@ from longhaul.llama import llama_cpp
 
 pytestmark = pytest.mark.usefixtures("libraries")
 
-DEVICE_ARCHS = ["llama", "qwen3moe", "gpt-oss", "deepseek2", "qwen35moe"]
 ALL_LAYERS = 99
-UBATCHES = {1: Recipe(12, 4, 1), 64: Recipe(140, 4, 64), 512: Recipe(200, 4, 512)}
 GONE = "does not answer any longer"
-
-
-@pytest.fixture(scope="module")
-def one_device(libraries: Path) -> Iterator[tuple[str, ...]]:
-    with devices(1) as names:
-        yield names
-
-
-@pytest.fixture(scope="module")
-def two_devices(libraries: Path) -> Iterator[tuple[str, ...]]:
-    with devices(2) as names:
-        yield names
-
-
-def assert_exact(path: Path, recipe: Recipe) -> None:
-    layer = read_index(path).layers[0]
-    resident = evaluate(path, recipe)
-    assert resident.n_ubatch == recipe.n_ubatch
-    for n_slots in (1, layer.n_expert_used, layer.n_expert // 2, layer.n_expert):
-        streamed = stream(path, n_slots, recipe)
-        assert streamed.n_ubatch == resident.n_ubatch
-        assert streamed.stats is not None
-        assert streamed.stats.total.read_bytes > 0
-        assert largest_difference(streamed.logits, resident.logits) == 0.0, f"{n_slots} slots"
-
-
-# --- the same logits ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n_ubatch", UBATCHES)
-@pytest.mark.parametrize("arch", DEVICE_ARCHS)
-def test_architecture_streams_exactly_into_a_device(
-    arch: str, n_ubatch: int, arch_model: Callable[[str], Path], one_device: tuple[str, ...]
-) -> None:
-    placement = Placement(one_device, ALL_LAYERS)
-    assert_exact(arch_model(arch), replace(UBATCHES[n_ubatch], placement=placement))
-
-
-@pytest.mark.parametrize("n_ubatch", UBATCHES)
-def test_layers_on_two_devices_stream_exactly(
-    n_ubatch: int, tiny: Path, two_devices: tuple[str, ...]
-) -> None:
-    placement = Placement(two_devices, ALL_LAYERS, split=(1, 1))
-    assert_exact(tiny, replace(UBATCHES[n_ubatch], placement=placement))
-
-
-@pytest.mark.parametrize("n_layers", [1, 2, 3])
-def test_layers_on_the_cpu_and_on_a_device_stream_exactly(
-    n_layers: int, tiny: Path, one_device: tuple[str, ...]
-) -> None:
-    placement = Placement(one_device, n_layers)
-    assert_exact(tiny, replace(UBATCHES[64], placement=placement))
-
-
-@pytest.mark.parametrize("n_layers", [0, ALL_LAYERS])
-def test_experts_elsewhere_than_their_layer_stream_exactly(
-    n_layers: int, tiny: Path, one_device: tuple[str, ...]
-) -> None:
-    """Layers on the device with the experts of one in ordinary memory."""
-    placement = Placement(one_device, n_layers, overrides=((r"blk\.1\.ffn_.*_exps", "CPU"),))
-    assert_exact(tiny, replace(UBATCHES[64], placement=placement))
-
-
-@pytest.mark.parametrize("n_shards", [2, 4])
-def test_split_model_streams_exactly_into_a_device(
-    n_shards: int, tiny: Path, tmp_path: Path, one_device: tuple[str, ...]
-) -> None:
-    whole = tmp_path / "m.gguf"
-    whole.write_bytes(tiny.read_bytes())
-    placement = Placement(one_device, ALL_LAYERS)
-    assert_exact(split_gguf(whole, n_shards)[0], replace(UBATCHES[64], placement=placement))
-
-
-def test_slots_are_in_the_devices_memory(tiny: Path, one_device: tuple[str, ...]) -> None:
-    recipe = replace(UBATCHES[1], repack=True, placement=Placement(one_device, ALL_LAYERS))
-    run_on_device = stream(tiny, 4, recipe)
-    assert run_on_device.slot_bytes > 0
-    assert run_on_device.repacked_bytes == 0
 
 
 # --- names ----------------------------------------------------------------------------------------
