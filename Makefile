@@ -1,6 +1,8 @@
 # make demo   build what is missing and run the demo model with a cache smaller than its experts
 # make test   build what is missing and run every check
 # make build  the Python environment in .venv and the libraries in build/lib
+# make test-rpc  run the tests of workers alone, with two on this machine
+# make test-vulkan  build with Vulkan in build/vulkan and compare logits on its first device
 # make exact  compare every architecture with its resident run in more shapes than make test does
 # make fuzz   read 100,000 damaged model headers, which takes minutes
 # make test-rpc  stream into the memory of two workers on this machine
@@ -45,8 +47,23 @@ test: build
 	$(BIN)/pytest -ra
 
 test-rpc: build
-	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
-	$(BIN)/pytest -ra tests/test_rpc.py
+	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs ggml-rpc-server
+	$(BIN)/pytest -ra tests/test_rpc.py tests/test_on_devices.py tests/test_devices.py
+
+# On a machine without a GPU that is Mesa's lavapipe, which ggml uses only when told to.
+VULKAN := build/vulkan
+VULKAN_ENV = LONGHAUL_LIB_DIR="$(CURDIR)/$(VULKAN)/lib" GGML_VK_VISIBLE_DEVICES=0 LONGHAUL_TEST_DEVICE=Vulkan0
+
+test-vulkan: configure
+	$(if $(call find,glslc),,$(error glslc is missing: apt-get install glslc spirv-headers libvulkan-dev mesa-vulkan-drivers))
+	cmake -S native -B $(VULKAN)/native $(if $(call find,ninja),-G Ninja) -DGGML_VULKAN=ON \
+	    -DLONGHAUL_LIB_DIR="$(CURDIR)/$(VULKAN)/lib" -DLONGHAUL_LLAMA_SDIST="$(abspath $(SDIST))" \
+	    -DPython3_EXECUTABLE="$(CURDIR)/$(BIN)/python"
+	cmake --build $(VULKAN)/native --parallel $(JOBS) --target longhaul longhaul-tools test-llama-archs
+	$(VULKAN_ENV) LONGHAUL_TEST_ARCHS=$(VULKAN)/native/bin/test-llama-archs $(BIN)/pytest -ra tests/test_on_devices.py
+	$(VULKAN_ENV) $(BIN)/pytest -ra tests/test_devices.py -k whose_memory_is_ram
+	$(VULKAN_ENV) LONGHAUL_TEST_ARCHS=$(VULKAN)/native/bin/test-llama-archs GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM=1 \
+	    $(BIN)/pytest -ra tests/test_on_devices.py -k "qwen3moe or text"
 
 exact: build
 	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs

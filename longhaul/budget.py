@@ -258,6 +258,7 @@ class RunSizes:
     kv_element_bytes: float = 2.0
     flash_attention: bool = True
     other_bytes: int = 0  # whatever else is loaded: a draft model, MTP layers, a projector
+    tier_bytes: int = 0  # experts kept in memory behind the slots of devices
     n_checkpoints: int = 0  # kept states of each sequence that cannot be rolled back
     least: Least = one_slot
 
@@ -326,6 +327,7 @@ class BudgetPlan:
     floor_bytes: int
     expert_bytes: int  # of the whole model
     least_bytes: int
+    tier_bytes: int = 0
 
     @property
     def left_bytes(self) -> int:
@@ -345,6 +347,7 @@ class BudgetPlan:
             ("KV cache", self.kv_bytes),
             ("compute buffers", self.compute_bytes),
             ("read buffers", self.read_buffer_bytes),
+            ("experts behind slots", self.tier_bytes),
             ("checkpoints", self.checkpoint_bytes),
             ("other", self.other_bytes),
             ("process", self.process_bytes),
@@ -377,6 +380,7 @@ def plan_memory(model: MoeModel, limit: MemoryLimit, run: RunSizes) -> BudgetPla
         floor_bytes=max(FLOOR_BYTES, int(FLOOR_SHARE * limit.bytes)),
         expert_bytes=model.expert_bytes,
         least_bytes=least_budget_bytes(model.layers, run.least),
+        tier_bytes=run.tier_bytes,
     )
 
 

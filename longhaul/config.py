@@ -26,6 +26,9 @@ class Config:
 
     cache_bytes: int | None = None  # bytes for slot tensors; None: as much as memory allows
     cache_by_device: Mapping[str, int] = field(default_factory=dict)  # instead, by device
+    ram_bytes: int = 0  # for experts kept in memory behind the slots of devices
+    pin_bytes: int = 0  # of that, page-locked
+    ram_anyway: bool = False  # also where slots are in the same memory
     n_io_threads: int = 4  # threads that read experts
     uncached: bool = True  # read past the page cache
     policy: str = "lru"  # name of the eviction policy
@@ -45,6 +48,11 @@ class Config:
             )
         if self.cache_bytes is not None and self.cache_by_device:
             raise ConfigError("give the cache one size, or one for each device, not both")
+        if self.pin_bytes > self.ram_bytes:
+            raise ConfigError(
+                "what is page-locked is a part of the memory behind the slots: --longhaul-pin must"
+                " not be more than --longhaul-ram"
+            )
         if not 1 <= self.n_io_threads <= MAX_IO_THREADS:
             raise ConfigError(
                 f"{self.n_io_threads} read threads cannot be used; give 1 to {MAX_IO_THREADS}"
@@ -67,9 +75,12 @@ class Config:
 
 def parse_cache(text: str) -> int | None:
     """Turn a cache size as a user types it into bytes, None for auto; without a unit it is GiB."""
+    return None if text.strip().upper() == "AUTO" else parse_size(text)
+
+
+def parse_size(text: str) -> int:
+    """Turn a size as a user types it into bytes; without a unit it is GiB."""
     word = text.strip().upper()
-    if word == "AUTO":
-        return None
     match = _SIZE.fullmatch(word)
     if match is None:
         raise ConfigError(f"cache size {text!r} is not a size; {_ACCEPTED}")

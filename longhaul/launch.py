@@ -1,6 +1,6 @@
 """Plans a run: slots, context and memory, and the lines that say so."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from .planner import stage_count
 from .pools import CPU, Placement, Pool, later_bytes, make_pools, ram_plan, share_slots, with_slots
 from .server_arguments import DEFAULT_PARALLEL, ServerArguments
 from .slot_plan import read_slot_plan
+from .tier import TierSizes, plan_tier, tier_bytes
 
 KV_SHARE = 0.25  # of free memory that a context which nobody asked for may take
 LEAST_CONTEXT = 4096  # which such a context is not cut below, as with llama.cpp's --fit
@@ -56,6 +57,7 @@ class RunPlan:
     limit_known: bool
     pools: tuple[Pool, ...] = ()  # RAM and devices, where there are any
     placement: Placement | None = None
+    tier: TierSizes | None = None  # experts in memory behind the slots
 
     @property
     def has_all_slots(self) -> bool:
@@ -114,6 +116,8 @@ class RunPlan:
             each_bytes = self.memory.checkpoint_bytes // (self.n_seq * self.n_checkpoints_cut)
             lines.append(report.checkpoints_line(self.n_checkpoints_cut, each_bytes))
         lines += [report.device_line(pool) for pool in self.pools]
+        if self.tier:
+            lines += report.tier_lines(self.model.layers, *self.tier)
         lines.append(self.planned.line())
         lines += report.device_warnings(self.pools)
         available_bytes = self.memory.limit.available_bytes
@@ -180,6 +184,10 @@ def plan_run(
         sizes, may_cut_context = replace(sizes, n_ctx=placement.n_ctx), False
     elif config.cache_by_device:
         config = _without_devices(config)
+    costs = placement.costs(model.layers) if placement else ({CPU: 0},) * len(model.layers)
+    tier = _plan_tier(model, config, costs)
+    if tier:
+        sizes = replace(sizes, tier_bytes=tier_bytes(model.layers, tier))
     asked = sizes
     sizes = settle_sizes(
         model,
@@ -195,7 +203,15 @@ def plan_run(
     n_checkpoints_cut = sizes.n_checkpoints if sizes.n_checkpoints != asked.n_checkpoints else 0
     known = limit or MemoryLimit(0, 0, "unknown")
     pools: tuple[Pool, ...] = ()
+    if limit and tier:
+        _check_tier_fits(
+            ram_plan(model, limit, sizes, placement)
+            if placement
+            else plan_memory(model, limit, sizes)
+        )
     if placement:
+        # devices get what is read by way of page-locked buffers, as many again
+        sizes = replace(sizes, read_buffer_bytes=2 * sizes.read_buffer_bytes)
         memory = ram_plan(model, known, sizes, placement)
         pools, n_slots, budget_bytes = _plan_pools(model, memory, sizes, config, placement)
     else:
@@ -204,7 +220,8 @@ def plan_run(
     if config.ubatch == "shrink":
         n_ubatch = effective_ubatch(model.layers, n_slots, n_ubatch)
     else:
-        n_stages = most_stages(model.layers, n_slots, n_ubatch)
+        is_on_device = [any(pool != CPU for pool in cost) for cost in costs]
+        n_stages = most_stages(model.layers, n_slots, n_ubatch, is_on_device)
     return RunPlan(
         model=model,
         n_slots=n_slots,
@@ -222,7 +239,42 @@ def plan_run(
         limit_known=limit is not None,
         pools=pools,
         placement=placement,
+        tier=tier,
     )
+
+
+def _plan_tier(
+    model: MoeModel, config: Config, costs: Sequence[Mapping[str, int]]
+) -> TierSizes | None:
+    """Return how many experts of each layer are kept in memory behind its slots; None: none are.
+
+    Only where the slots are in another memory, unless the user insists; raises ConfigError.
+    """
+    if not config.ram_bytes:
+        return None
+    has_tier = [config.ram_anyway or CPU not in cost for cost in costs]
+    if not any(has_tier):
+        raise ConfigError(
+            "--longhaul-ram would hold every expert twice, since the slots are in the same memory;"
+            " give --longhaul-cache more instead (--longhaul-ram-anyway insists)"
+        )
+    layers = [layer for layer, has in zip(model.layers, has_tier, strict=True) if has]
+    sizes = iter(zip(*plan_tier(layers, config.ram_bytes, config.pin_bytes), strict=True))
+    by_layer = [next(sizes) if has else (0, 0) for has in has_tier]
+    return TierSizes(tuple(n for n, _ in by_layer), tuple(n for _, n in by_layer))
+
+
+def _check_tier_fits(memory: BudgetPlan) -> None:
+    """Raise BudgetError if what is kept behind slots leaves less memory than everything else."""
+    missing_bytes = memory.least_bytes - memory.left_bytes
+    if memory.tier_bytes and missing_bytes > 0:
+        fitting_bytes = memory.tier_bytes - missing_bytes
+        advice = f"give {gib_down(fitting_bytes)} or less" if fitting_bytes > 0 else "leave it out"
+        raise BudgetError(
+            f"--longhaul-ram takes {gib_up(memory.tier_bytes)} GiB, but beside all else only"
+            f" {gib_down(max(fitting_bytes, 0))} GiB of {gib_down(memory.limit.available_bytes)}"
+            f" GiB ({memory.limit.source}) are left for it; {advice}"
+        )
 
 
 def _plan_ram(
@@ -319,12 +371,24 @@ def settle_sizes(
     return sizes
 
 
-def most_stages(layers: Sequence[MoeLayer], n_slots: Sequence[int], n_ubatch: int) -> int:
+def most_stages(
+    layers: Sequence[MoeLayer],
+    n_slots: Sequence[int],
+    n_ubatch: int,
+    is_on_device: Sequence[bool] = (),
+) -> int:
     """Return the most stages that a layer takes in a ubatch of so many tokens; 1 without layers."""
     return max(
         (
-            stage_count(min(n_ubatch * layer.n_expert_used, layer.n_expert), count, layer.n_expert)
-            for layer, count in zip(layers, n_slots, strict=True)
+            stage_count(
+                min(n_ubatch * layer.n_expert_used, layer.n_expert),
+                count,
+                layer.n_expert,
+                on_device=on_device,
+            )
+            for layer, count, on_device in zip(
+                layers, n_slots, is_on_device or [False] * len(layers), strict=True
+            )
         ),
         default=1,
     )

@@ -10,7 +10,7 @@ from typing import TypeVar
 import click
 from click.core import ParameterSource
 
-from .config import Config, parse_caches
+from .config import Config, parse_caches, parse_size
 from .errors import ConfigError, LonghaulError
 from .policy import POLICIES
 
@@ -88,6 +88,9 @@ def streaming_options(command: F) -> F:
         *args: object,
         longhaul: bool,
         longhaul_cache: str,
+        longhaul_ram: str | None,
+        longhaul_pin: str | None,
+        longhaul_ram_anyway: bool,
         longhaul_io_threads: str,
         longhaul_policy: str,
         longhaul_ubatch: str,
@@ -106,6 +109,9 @@ def streaming_options(command: F) -> F:
                 _shared_config(longhaul_io_threads, longhaul_policy, longhaul_ubatch),
                 cache_bytes=cache_bytes,
                 cache_by_device=cache_by_device,
+                ram_bytes=parse_size(longhaul_ram) if longhaul_ram else 0,
+                pin_bytes=parse_size(longhaul_pin) if longhaul_pin else 0,
+                ram_anyway=longhaul_ram_anyway,
                 json_path=longhaul_json,
                 trace_path=longhaul_trace,
                 plan_path=longhaul_plan,
@@ -232,6 +238,30 @@ _STREAMING: _Options = [
         show_default=True,
         help="memory for routed experts in GiB, or with a unit such as 512MiB;"
         " auto takes what is left; CPU=2,Vulkan0=4 gives each device its own",
+    ),
+    click.option(
+        "--longhaul-ram",
+        envvar="LONGHAUL_RAM",
+        show_envvar=True,
+        metavar="SIZE",
+        show_default="none",
+        help="memory that keeps more experts behind the slots of devices, so that they need no"
+        " read",
+    ),
+    click.option(
+        "--longhaul-pin",
+        envvar="LONGHAUL_PIN",
+        show_envvar=True,
+        metavar="SIZE",
+        show_default="none",
+        help="how much of --longhaul-ram is page-locked: the hottest experts are copied from there"
+        " without the CPU",
+    ),
+    click.option(
+        "--longhaul-ram-anyway",
+        is_flag=True,
+        help="allow --longhaul-ram where slots are in the same memory, which then holds experts"
+        " twice",
     ),
     *_SHARED,
     click.option(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .budget import GIB, MIB, BudgetPlan, MemoryLimit, gib_down, slots_bytes
-from .experts import MoeModel
+from .experts import MoeLayer, MoeModel
 from .figures import RunFigures
 from .pools import CPU, Pool
 from .stats import Counters
@@ -118,6 +118,24 @@ def device_line(pool: Pool) -> str:
         f"{line}; planned {pool.planned_bytes / MIB:.0f} of {pool.free_bytes / MIB:.0f} MiB free:"
         f" slots {pool.slot_bytes / MIB:.0f} + {parts}"
     )
+
+
+def tier_lines(
+    layers: Sequence[MoeLayer], n_tier: Sequence[int], n_locked: Sequence[int]
+) -> list[str]:
+    """Say what is kept in memory behind slots, and warn where that is not one expert a layer."""
+    behind = [n for n in n_tier if n]
+    bytes_used = slots_bytes(layers, n_tier)
+    locked_bytes = slots_bytes(layers, n_locked)
+    has_tier = [layer for layer, n in zip(layers, n_tier, strict=True) if n]
+    if not behind:
+        return ["warning --longhaul-ram is less than one expert of a layer, and is of no use"]
+    share = bytes_used / sum(layer.n_expert * layer.expert_bytes for layer in has_tier)
+    return [
+        f"tier    {bytes_used / MIB:.1f} MiB of memory behind the slots of {len(behind)} layers:"
+        f" {span(behind)} experts each, {share:.1%} of them; {locked_bytes / MIB:.1f} MiB of it"
+        " page-locked where the device offers that"
+    ]
 
 
 def device_warnings(pools: Sequence[Pool]) -> list[str]:

@@ -15,6 +15,7 @@ from .policy import Queue
 
 HALVING_ROUNDS = 4  # loads for each expert, after which earlier loads count half
 SWAP_MARGIN = 2  # loads that an expert has to be ahead of one in a locked slot to take its place
+ALIGNMENT_BYTES = 4 * 4096  # for each tensor: two pieces of memory, each aligned to a block
 NONE = -1
 
 
@@ -202,7 +203,15 @@ def plan_tier(layers: Sequence[MoeLayer], ram_bytes: int, pin_bytes: int = 0) ->
     """Return tier slots of each layer, and how many of them are locked, for so many bytes.
 
     The locked ones are a part of all. Each layer gets about the same fraction of its experts, and
-    never more than all. Bytes are those of the experts; what alignment adds is not in them.
+    never more than all. Bytes are those of the experts; `tier_bytes` has what alignment adds.
     """
     n_slots = plan_slots(layers, ram_bytes, no_slot)
     return TierSizes(n_slots, plan_slots(layers, min(pin_bytes, ram_bytes), no_slot))
+
+
+def tier_bytes(layers: Sequence[MoeLayer], sizes: TierSizes) -> int:
+    """Return the memory that a tier takes, alignment included."""
+    return sum(
+        n * layer.expert_bytes + (ALIGNMENT_BYTES * len(layer.tensors) if n else 0)
+        for layer, n in zip(layers, sizes.n_slots, strict=True)
+    )

@@ -97,7 +97,10 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         placement=placement,
     )
     native.require_libraries(reads=not plan.has_all_slots)
-    with Engine(model, plan.n_slots, config, on_error=_say_error) as engine, ExitStack() as stack:
+    with (
+        Engine(model, plan.n_slots, config, _say_error, plan.tier) as engine,
+        ExitStack() as stack,
+    ):
         if placement:
             engine.plan_devices(placement.device_of, plan.later_bytes)
         for line in [*plan.lines(), report.read_line(engine.pool.modes, config.n_io_threads)]:

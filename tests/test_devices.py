@@ -268,3 +268,36 @@ def test_a_device_whose_memory_is_ram_is_counted_as_ram(chat_model: Path) -> Non
     whole = run("longhaul-cli", "--no-longhaul", *args[:-2], "-ub", "64", env=env)
     assert len(result.turns[0]) > 40
     assert result.turns == whole.turns
+
+
+# --- experts in memory behind the slots -----------------------------------------------------------
+
+
+def test_experts_kept_in_memory_need_no_read_and_change_no_word(
+    chat_model: Path, two: tuple[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    few = ("--longhaul-cache", "450KiB", "--longhaul-json", str(path))
+    without = stream(chat_model, two, *ALL, *few)
+    read_bytes = json.loads(path.read_text())["total"]["read_bytes"]
+    kept = stream(chat_model, two, *ALL, *few, "--longhaul-ram", "1", "--longhaul-pin", "100KiB")
+    found = json.loads(path.read_text())
+    assert "24 " not in kept.line("tier")
+    assert "behind the slots of 3 layers: 8 experts each, 100.0% of them" in kept.line("tier")
+    total = found["total"]
+    assert 0 < total["n_tier_hits"] < total["n_misses"]
+    assert 0 < total["read_bytes"] == 24 * 73728 < read_bytes  # each expert once
+    assert found["tier_bytes"] == 24 * 73728
+    assert re.search(
+        r"hit rate [0-9.]+% \+ [0-9.]+% from memory \+ [0-9.]+% from disk", kept.line("total")
+    )
+    assert len(kept.turns[0]) > 40
+    assert kept.turns == without.turns
+
+
+def test_memory_behind_slots_in_the_same_memory_is_refused(chat_model: Path) -> None:
+    refused = run("longhaul-cli", "-m", chat_model, *ONCE, *SMALL, "--longhaul-ram", "1")
+    assert refused.code == 2
+    assert "would hold every expert twice" in refused.line("error:")
+    args = ("-m", chat_model, *ONCE, *SMALL, "--longhaul-ram", "1", "--longhaul-ram-anyway")
+    assert run("longhaul-cli", *args).code == 0

@@ -45,7 +45,7 @@ OURS: dict[str, set[str]] = {
     "server_arguments": ERRORS | {"arguments"},
     "launch": VALUES
     | {"planner", "budget", "arguments", "report", "server_arguments"}
-    | {"pools", "slot_plan"},
+    | {"pools", "slot_plan", "tier"},
     "page": set(),  # a process of its own
     "trace": VALUES,
     "trace_files": ERRORS | {"trace"},

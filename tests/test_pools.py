@@ -1,6 +1,7 @@
 """Sharing memory among RAM and devices: arithmetic without a device."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhaul import advise, launch
-from longhaul.budget import MIB, PROCESS_BYTES, MemoryLimit, RunSizes, one_slot, plan_slots
+from longhaul.budget import GIB, MIB, PROCESS_BYTES, MemoryLimit, RunSizes, one_slot, plan_slots
 from longhaul.config import Config
 from longhaul.errors import BudgetError, ConfigError
 from longhaul.experts import ExpertTensor, MoeLayer, MoeModel
@@ -380,3 +381,69 @@ def test_plan_says_on_which_device_the_least_does_not_fit() -> None:
     assert found.plan is None
     assert "GiB of memory are missing on Vulkan0" in found.verdict
     assert found.memory.dense_bytes == 30 * MIB
+
+
+# --- experts in memory behind the slots -----------------------------------------------------------
+
+
+def test_memory_behind_slots_serves_layers_on_devices_alone() -> None:
+    found = plan(Config(ram_bytes=12 * MIB, pin_bytes=4 * MIB))
+    assert found.tier is not None
+    assert found.tier.n_slots[:2] == (0, 0)  # whose slots are in RAM
+    assert sum(found.tier.n_slots) == 6  # of 2 MiB each
+    assert sum(found.tier.n_locked) == 2
+    terms = dict(found.planned.terms)
+    assert 12 * MIB < terms["experts behind slots"] < 13 * MIB
+    assert any("12.0 MiB of memory behind the slots of 2 layers" in x for x in found.lines())
+    assert any("4.0 MiB of it page-locked" in line for line in found.lines())
+
+
+def test_more_memory_behind_slots_than_experts_is_all_of_them() -> None:
+    found = plan(Config(ram_bytes=500 * MIB))
+    assert found.tier is not None
+    assert found.tier.n_slots == (0, 0, *(layer.n_expert for layer in MODEL.layers[2:]))
+
+
+def test_memory_behind_slots_is_taken_from_those_in_ram() -> None:
+    without, with_tier = plan(), plan(Config(ram_bytes=12 * MIB))
+    ram = [next(pool for pool in each.pools if pool.name == "CPU") for each in (without, with_tier)]
+    taken_bytes = ram[0].left_bytes - ram[1].left_bytes
+    assert 12 * MIB < taken_bytes < 13 * MIB
+
+
+def test_memory_behind_slots_that_is_not_there_is_refused_with_what_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spare_bytes = plan(Config(ram_bytes=60 * MIB)).memory.left_bytes
+    short = MemoryLimit(FREE_MIB * MIB, FREE_MIB * MIB - spare_bytes - 40 * MIB, "a test")
+    monkeypatch.setattr(launch, "memory_limit", lambda: short)
+    with pytest.raises(BudgetError, match=r"^--longhaul-ram takes .*\(a test\)") as refusal:
+        plan(Config(ram_bytes=60 * MIB))
+    named = re.search(r"give ([0-9.]+) or less$", str(refusal.value))
+    assert named
+    assert plan(Config(ram_bytes=int(float(named[1]) * GIB))).tier is not None
+    none = MemoryLimit(FREE_MIB * MIB, 100 * MIB, "a test")
+    monkeypatch.setattr(launch, "memory_limit", lambda: none)
+    with pytest.raises(BudgetError, match=r"only 0\.000 GiB of .*; leave it out$"):
+        plan(Config(ram_bytes=60 * MIB))
+
+
+def test_memory_behind_slots_in_ram_is_refused_unless_the_user_insists() -> None:
+    with pytest.raises(ConfigError, match="would hold every expert twice"):
+        plan_run(MODEL, SIZES, Config(ram_bytes=12 * MIB))
+    with pytest.raises(ConfigError, match="would hold every expert twice"):
+        plan(Config(ram_bytes=12 * MIB), on_cpu=4)
+    found = plan_run(MODEL, SIZES, Config(ram_bytes=12 * MIB, ram_anyway=True))
+    assert found.tier is not None
+    assert sum(found.tier.n_slots) == 6
+    assert plan_run(MODEL, SIZES, Config(ram_anyway=True)).tier is None
+
+
+def test_too_little_memory_for_an_expert_is_warned_about() -> None:
+    found = plan(Config(ram_bytes=1))
+    assert any("less than one expert of a layer" in line for line in found.lines())
+
+
+def test_page_locked_memory_is_a_part() -> None:
+    with pytest.raises(ConfigError, match="--longhaul-pin must not be more than --longhaul-ram"):
+        Config(ram_bytes=1, pin_bytes=2)
