@@ -123,7 +123,7 @@ def run_bench(args: Sequence[str], config: Config, caches: str, *, help_llama: b
     if may_have_devices(args, {}):
         say("warning devices are not counted: sizes are for all memory together, terms as in RAM")
     reads = any("longhaul" in word.split(",") for word in args)
-    native.require_libraries(reads=reads)
+    native.require_libraries(reads=reads, exact=True)
     kv_types = [option(args, names, {}) or "" for names in (("-ctk", "--cache-type-k"), _TYPE_V)]
     has_floats = any("f32" in text for text in kv_types)
     preparer = Preparer(config, 4.0 if has_floats else 2.0)

@@ -116,6 +116,8 @@ class RunPlan:
             each_bytes = self.memory.checkpoint_bytes // (self.n_seq * self.n_checkpoints_cut)
             lines.append(report.checkpoints_line(self.n_checkpoints_cut, each_bytes))
         lines += [report.device_line(pool) for pool in self.pools]
+        if self.pools:
+            lines.append(report.fusion_line())
         if self.tier:
             lines += report.tier_lines(self.model.layers, *self.tier)
         lines.append(self.planned.line())

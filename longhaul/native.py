@@ -19,7 +19,7 @@ import cffi
 
 from .closing import Closing
 from .errors import ConfigError, LonghaulError, NativeError, PatchError, ReadError
-from .library import build_id, header_text, lib_path, openmp_environment
+from .library import build_id, exact_environment, header_text, lib_path, openmp_environment
 from .stats import Counters, Record, Stats
 
 OK = 0
@@ -112,12 +112,13 @@ def _tools_lib() -> Any:
         raise PatchError(f"llama.cpp's tools cannot be loaded: {e}; run `make build`") from e
 
 
-def require_libraries(*, reads: bool = False) -> None:
+def require_libraries(*, reads: bool = False, exact: bool = False) -> None:
     """Load the libraries for a model of which something, or nothing, will be read while it runs.
 
-    Raises PatchError if they are missing or of another build.
+    `exact` has devices compute the same whatever a graph is cut into. Raises PatchError if they are
+    missing or of another build.
     """
-    os.environ.update(openmp_environment(reads=reads))
+    os.environ.update(openmp_environment(reads=reads) | (exact_environment() if exact else {}))
     _tools_lib()
 
 

@@ -120,6 +120,14 @@ def device_line(pool: Pool) -> str:
     )
 
 
+def fusion_line() -> str:
+    """Say what devices do otherwise than with the whole model."""
+    return (
+        "exact   devices fuse no operations, so that the whole model gives the same where they are"
+        " told so too (GGML_VK_DISABLE_FUSION=1 and its like)"
+    )
+
+
 def tier_lines(
     layers: Sequence[MoeLayer], n_tier: Sequence[int], n_locked: Sequence[int]
 ) -> list[str]:

@@ -96,7 +96,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
         may_cut_checkpoints=arguments.n_checkpoints is None,
         placement=placement,
     )
-    native.require_libraries(reads=not plan.has_all_slots)
+    native.require_libraries(reads=not plan.has_all_slots, exact=True)
     with (
         Engine(model, plan.n_slots, config, _say_error, plan.tier) as engine,
         ExitStack() as stack,
