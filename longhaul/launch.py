@@ -1,6 +1,6 @@
 """Plans a run: slots, context and memory, and the lines that say so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from . import report
 from .arguments import LlamaArguments
 from .budget import (
     BudgetPlan,
+    Least,
     MemoryLimit,
     RunSizes,
     auto_budget,
@@ -27,7 +28,17 @@ from .config import Config
 from .errors import BudgetError, ConfigError
 from .experts import MoeLayer, MoeModel
 from .planner import stage_count
-from .pools import CPU, Placement, Pool, later_bytes, make_pools, ram_plan, share_slots, with_slots
+from .pools import (
+    CPU,
+    Placement,
+    Pool,
+    later_bytes,
+    make_pools,
+    ram_plan,
+    share_slots,
+    with_slots,
+    with_stage_buffers,
+)
 from .server_arguments import DEFAULT_PARALLEL, ServerArguments
 from .slot_plan import read_slot_plan
 from .tier import TierSizes, plan_tier, tier_bytes
@@ -183,10 +194,16 @@ def plan_run(
     """
     limit = known_limit(config)
     if placement:
+        placement = with_stage_buffers(placement, model, sizes.n_ubatch)
         sizes, may_cut_context = replace(sizes, n_ctx=placement.n_ctx), False
     elif config.cache_by_device:
         config = _without_devices(config)
     costs = placement.costs(model.layers) if placement else ({CPU: 0},) * len(model.layers)
+    on_device = {
+        layer.layer
+        for layer, cost in zip(model.layers, costs, strict=True)
+        if any(pool != CPU for pool in cost)
+    }
     tier = _plan_tier(model, config, costs)
     if tier:
         sizes = replace(sizes, tier_bytes=tier_bytes(model.layers, tier))
@@ -199,6 +216,8 @@ def plan_run(
         may_cut_context=may_cut_context,
         may_cut_checkpoints=may_cut_checkpoints,
     )
+    if on_device:
+        sizes = replace(sizes, least=_least_with_devices(sizes.least, on_device))
     n_ctx_cut = sizes.n_ctx if sizes.n_ctx != asked.n_ctx else 0
     if placement:
         n_ctx_cut = placement.n_ctx_cut
@@ -222,7 +241,7 @@ def plan_run(
     if config.ubatch == "shrink":
         n_ubatch = effective_ubatch(model.layers, n_slots, n_ubatch)
     else:
-        is_on_device = [any(pool != CPU for pool in cost) for cost in costs]
+        is_on_device = [layer.layer in on_device for layer in model.layers]
         n_stages = most_stages(model.layers, n_slots, n_ubatch, is_on_device)
     return RunPlan(
         model=model,
@@ -243,6 +262,14 @@ def plan_run(
         placement=placement,
         tier=tier,
     )
+
+
+def _least_with_devices(least: Least, on_device: Collection[int]) -> Least:
+    """Return the fewest slots where some layers are on devices: there, those of a token.
+
+    Kernels of devices may rely on the slots of a token being distinct, in every stage.
+    """
+    return lambda layer: token_slots(layer) if layer.layer in on_device else least(layer)
 
 
 def _plan_tier(
@@ -401,7 +428,7 @@ def known_limit(config: Config) -> MemoryLimit | None:
     try:
         return memory_limit()
     except ConfigError:
-        if config.cache_bytes is None:
+        if config.cache_bytes is None and not config.cache_by_device:
             raise
         return None
 

@@ -23,6 +23,7 @@ from .experts import MoeLayer, MoeModel
 
 CPU = "CPU"  # RAM, by ggml's name
 _LATER = ("KV", "KV cache", "compute", "compute buffers", "other")
+STAGE_IDS = 64  # ids and places of a row, in all stages that are there at once
 DEVICE_FLOOR_SHARE = 0.05  # of a device's memory, or the tool's margin where that is more
 
 
@@ -271,6 +272,24 @@ def asked_of(
             raise ConfigError(f"the memory of {name} is RAM, which has a size already")
         found[pool] = size_bytes
     return found
+
+
+def with_stage_buffers(placement: Placement, model: MoeModel, n_ubatch: int) -> Placement:
+    """Return a placement with what stages take of devices: outputs of products, to copy from.
+
+    llama.cpp was asked without slots, so that it counted none. Upper: as if all were in stages.
+    """
+    n_used = max((layer.n_expert_used for layer in model.layers), default=0)
+    n_rows = n_used * min(n_ubatch, placement.n_ctx or n_ubatch)
+    stage_bytes = 4 * n_rows * (model.n_embd + 2 * model.n_ff_exp + STAGE_IDS)
+    holding = set(placement.device_of.values())
+    devices = tuple(
+        replace(device, compute_bytes=device.compute_bytes + stage_bytes)
+        if device.name in holding
+        else device
+        for device in placement.devices
+    )
+    return replace(placement, devices=devices)
 
 
 def share_slots(

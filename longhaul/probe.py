@@ -17,7 +17,7 @@ from .arguments import option
 from .budget import one_slot
 from .config import Config
 from .engine import Engine
-from .errors import PatchError
+from .errors import ConfigError, PatchError
 from .index import read_index
 from .launch import cut_placed_context, known_limit
 from .library import has_device_backend
@@ -62,6 +62,11 @@ def placed(
         if n_ctx:
             cut = probe(tool, [*args, "--ctx-size", str(n_ctx)], model)
             placement = replace(cut, n_ctx_cut=n_ctx) if cut else None
+    if placement is None and (config.cache_by_device or config.ram_bytes):
+        raise ConfigError(
+            "llama.cpp does not say what it would put on devices, so that neither sizes by device"
+            " nor --longhaul-ram can be planned; leave them out to see what it says"
+        )
     if placement is None:
         tell("warning devices are not in this plan: llama.cpp does not say what it puts there")
     return placement if placement and not placement.is_host_only else None

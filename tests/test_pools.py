@@ -47,7 +47,8 @@ MODEL = MoeModel(
     n_head=4,
 )
 HOST = DeviceMemory(CPU, "a CPU", True, 0, 0, 30 * MIB, 10 * MIB, 5 * MIB)
-CARD = DeviceMemory(GPU, "a card", False, 1000 * MIB, 800 * MIB, 70 * MIB, 20 * MIB, 15 * MIB)
+# 15 MiB of compute buffers with what stages take
+CARD = DeviceMemory(GPU, "a card", False, 1000 * MIB, 800 * MIB, 70 * MIB, 20 * MIB, 14 * MIB)
 
 
 def placement(card: DeviceMemory = CARD, on_cpu: int = 2, **changes: object) -> Placement:
@@ -166,14 +167,14 @@ def test_auto_gives_each_pool_what_its_terms_leave() -> None:
 
 
 def test_the_margin_of_llama_cpp_is_the_floor_where_it_is_more() -> None:
-    card = dataclasses.replace(CARD, free_bytes=200 * MIB, margin_bytes=80 * MIB)
-    assert plan(card=card).n_slots == (16, 16, 4, 3)  # 15 MiB are left
+    card = dataclasses.replace(CARD, free_bytes=200 * MIB, margin_bytes=76 * MIB)
+    assert plan(card=card).n_slots == (16, 16, 5, 4)  # 19 MiB are left
 
 
 def test_where_only_the_floor_is_short_the_least_is_planned() -> None:
-    card = dataclasses.replace(CARD, free_bytes=110 * MIB)  # 5 MiB beside what is taken
-    assert plan(card=card).n_slots == (16, 16, 1, 1)
-    card = dataclasses.replace(CARD, free_bytes=(105 + 4) * MIB - 1)
+    card = dataclasses.replace(CARD, free_bytes=122 * MIB)  # 17 MiB beside what is taken
+    assert plan(card=card).n_slots == (16, 16, 4, 4)  # as many as a token uses
+    card = dataclasses.replace(CARD, free_bytes=(105 + 16) * MIB - 1)
     with pytest.raises(BudgetError, match=r"GiB of memory are missing on Vulkan0") as refusal:
         plan(card=card)
     assert "--n-gpu-layers" in str(refusal.value)
@@ -207,17 +208,17 @@ def test_a_device_that_reports_no_memory_needs_a_size() -> None:
     card = dataclasses.replace(CARD, total_bytes=0, free_bytes=0)
     with pytest.raises(ConfigError, match="give --longhaul-cache Vulkan0=SIZE"):
         plan(card=card)
-    assert plan(by_device(Vulkan0=8), card=card).n_slots == (16, 16, 2, 2)
+    assert plan(by_device(Vulkan0=16), card=card).n_slots == (16, 16, 4, 4)
 
 
 # --- sizes by hand --------------------------------------------------------------------------------
 
 
 def test_each_device_may_have_a_size_of_its_own() -> None:
-    found = plan(by_device(CPU=20, vulkan0=8))  # as ggml names it, whatever the case
-    assert found.n_slots == (5, 5, 2, 2)
+    found = plan(by_device(CPU=20, vulkan0=16))  # as ggml names it, whatever the case
+    assert found.n_slots == (5, 5, 4, 4)
     assert not found.automatic
-    assert found.budget_bytes == 28 * MIB
+    assert found.budget_bytes == 36 * MIB
 
 
 def test_a_device_without_a_size_is_auto() -> None:
@@ -363,14 +364,14 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("limits")
 def test_plan_says_which_device_is_short() -> None:
-    card = dataclasses.replace(CARD, free_bytes=120 * MIB)
+    card = dataclasses.replace(CARD, free_bytes=124 * MIB)
     config = by_device(Vulkan0=30)
     found = advise.advise(MODEL, SIZES, config, placement=placement(card=card))
     assert not found.fits
-    assert found.verdict == ("does not fit: 135 MiB are planned on Vulkan0, 120 MiB are free there")
-    assert found.least_bytes == 8 * MIB
-    assert "limit        120.0 MiB free: Vulkan0 (a card), for itself" in found.lines()
-    fitting = advise.advise(MODEL, SIZES, by_device(Vulkan0=12), placement=placement(card=card))
+    assert found.verdict == ("does not fit: 135 MiB are planned on Vulkan0, 124 MiB are free there")
+    assert found.least_bytes == (2 * 2 + 2 * 8) * MIB
+    assert "limit        124.0 MiB free: Vulkan0 (a card), for itself" in found.lines()
+    fitting = advise.advise(MODEL, SIZES, by_device(Vulkan0=18), placement=placement(card=card))
     assert fitting.fits
 
 
@@ -447,3 +448,13 @@ def test_too_little_memory_for_an_expert_is_warned_about() -> None:
 def test_page_locked_memory_is_a_part() -> None:
     with pytest.raises(ConfigError, match="--longhaul-pin must not be more than --longhaul-ram"):
         Config(ram_bytes=1, pin_bytes=2)
+
+
+def test_what_stages_take_of_a_device_is_planned() -> None:
+    there = dict(next(pool for pool in plan().pools if pool.name == GPU).terms)
+    assert there["compute"] == CARD.compute_bytes + 4 * (4 * 512) * (64 + 64)
+    short = plan_run(
+        MODEL, dataclasses.replace(SIZES, n_ubatch=64), Config(), placement=placement()
+    )
+    less = dict(next(pool for pool in short.pools if pool.name == GPU).terms)
+    assert less["compute"] == CARD.compute_bytes + 4 * (4 * 64) * (64 + 64)

@@ -34,4 +34,4 @@ def test_buffers_of_every_kind_are_known_by_their_types(tmp_path: Path) -> None:
     command += [f"-L{libraries}", "-lggml-base", f"-Wl,-rpath,{libraries}", "-o", str(program)]
     subprocess.run(command, check=True)
     ran = subprocess.run([program], check=True, stdout=subprocess.PIPE, text=True)
-    assert int(ran.stdout.removesuffix(" checks\n")) > 30
+    assert int(ran.stdout.removesuffix(" checks\n")) > 10_000

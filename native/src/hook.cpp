@@ -135,6 +135,13 @@ static void log_slots(const lh_stream & stream) {
             }
         }
     }
+    bool wants_locked = false;
+    for (const stream_layer & layer : stream.layers) {
+        wants_locked |= layer.n_locked > 0;
+    }
+    if (wants_locked && stream.live->locked_bytes == 0) {
+        log_line(GGML_LOG_LEVEL_WARN, "no device here offers page-locked memory: --longhaul-pin locks nothing");
+    }
     for (const auto & [where, n] : n_bytes) {
         log_line(GGML_LOG_LEVEL_INFO, std::to_string(n >> 20) + " MiB of slots in " + where);
     }

@@ -140,7 +140,7 @@ static bool read_in_place(const read_file & file, const read_chunk & chunk, uint
         parts[n_parts++] = { tail, block_bytes };
     }
     const ssize_t n = preadv(file.fd, parts, n_parts, start);
-    if (n < 0 && errno != EINTR && errno != EINVAL) {
+    if (n < 0 && errno != EINTR && errno != EINVAL && errno != EFAULT) { // a driver's memory may take no direct reads
         throw read_error(file, chunk.offset, chunk.size, errno);
     }
     if (n < chunk.offset + chunk.size - start) {
@@ -489,7 +489,15 @@ void lh_read_pool::work(worker & self) {
             std::exception_ptr failure;
             try {
                 if (is_read) {
-                    lh::read(files[next.chunk.file], next.chunk, buffer);
+                    try {
+                        lh::read(files[next.chunk.file], next.chunk, buffer);
+                    } catch (const lh::error & e) {
+                        if (e.code != EFAULT || buffer == self.buffer) {
+                            throw;
+                        }
+                        self.staging = nullptr; // a driver's memory that takes no direct reads
+                        lh::read(files[next.chunk.file], next.chunk, self.buffer);
+                    }
                     lh::check_unchanged(files[next.chunk.file]);
                 } else {
                     next.chunk.sink(next.chunk.src);

@@ -51,6 +51,9 @@ device_traits traits_of(ggml_backend_dev_t device) {
     if (is("Vulkan")) {
         traits.n_tokens_skipping = 9;
     }
+    // CUDA counts a slot's rows by tokens, and Metal adds the places where a token names it. Of a worker it is not known: it is
+    // taken for a CPU, and whoever plans gives it a slot for each expert of a token.
+    traits.allows_repeats   = is("Vulkan") || is("RPC");
     // RPC puts what it is told in a queue. Vulkan writes through a queue of its own, or to mapped memory; CUDA on a stream for
     // each thread; Metal by command buffers, or to mapped memory.
     traits.has_quiet_writes = is("RPC") || is("Vulkan") || is("CUDA") || is("MTL");

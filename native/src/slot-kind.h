@@ -19,6 +19,8 @@ enum class slot_kind {
 struct device_traits {
     // mul_mat_id passes over negative ids when it computes so many tokens or more
     int64_t n_tokens_skipping = INT64_MAX;
+    // mul_mat_id may name a slot twice for a token
+    bool    allows_repeats    = false;
     // its buffers take bytes from another thread while a graph is computed
     bool    has_quiet_writes  = false;
 };

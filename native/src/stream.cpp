@@ -319,7 +319,11 @@ void lh_stream::allocate_tier(const lh::stream_layer & layer, lh::expert_tensor 
                             tensor.name + ": no " + std::to_string(size) + " bytes of page-locked memory for experts");
         }
         locked.push_back(buffer);
-        tensor.locked = place(ggml_backend_buffer_get_base(buffer));
+        void * base   = ggml_backend_buffer_get_base(buffer);
+        tensor.locked = place(base);
+        if (ggml_backend_buffer_get_type(buffer) != buft) {
+            lh::touch(static_cast<uint8_t *>(base), size);
+        }
         // a device that refuses to lock more is given ordinary memory by its backend
         live->locked_bytes += ggml_backend_buffer_get_type(buffer) == buft ? n_locked * tensor.slice_bytes : 0;
     } else {
@@ -418,6 +422,12 @@ void lh_stream::bind(ggml_tensor * slots) {
         ggml_backend_dev_t device = ggml_backend_buft_get_device(buft);
         tensor.traits             = lh::traits_of(device);
         layer->is_on_device       = true;
+        if (!tensor.traits.allows_repeats && layer->n_slots < std::min(layer->n_expert_used, layer->n_expert)) {
+            throw lh::error(
+                LH_STATUS_INVALID_ARGUMENT,
+                tensor.name + ": " + std::to_string(layer->n_slots) + " slots on " + ggml_backend_dev_name(device) +
+                    ", which needs as many as a token uses experts: " + std::to_string(layer->n_expert_used));
+        }
         layer->is_quiet &= tensor.kind == lh::slot_kind::mapped || tensor.traits.has_quiet_writes;
         live->device_bytes += ggml_nbytes(slots);
         if (tensor.kind == lh::slot_kind::device) {
@@ -689,8 +699,11 @@ void lh_stream::check_tier(const lh::stream_layer & layer, const lh_load & load,
     if (load.tier_slot < -1 || load.tier_slot >= layer.n_tier || (load.is_in_tier && load.tier_slot < 0)) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "no such place in the tier");
     }
-    if (load.tier_slot < 0) {
+    if (load.tier_slot < 0 && load.swap_slot == -1) {
         return;
+    }
+    if (load.tier_slot < 0) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "nothing to change places with");
     }
     if (is_taken[load.tier_slot]) {
         throw lh::error(LH_STATUS_INVALID_ARGUMENT, what + "a place in the tier is used twice");

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "ggml.h"
+#include "spare-slots.h"
 #include "stream.h"
 
 namespace lh {
@@ -171,35 +173,41 @@ void lh_stream::begin_stage(lh::stream_layer & layer, int32_t tensor, int32_t st
     }
 }
 
-// A slot that a stage does not compute from, or any: its rows are thrown away.
-static int32_t spare_slot(const lh::stream_layer & layer, int32_t stage) {
+// All slots, those that a stage does not compute from before the others.
+static std::vector<int32_t> spare_slots(const lh::stream_layer & layer, int32_t stage) {
     std::vector<bool> is_used(layer.n_slots, false);
     for (int32_t expert : layer.needed) {
         if (layer.plan.places[expert].stage == stage) {
             is_used[layer.plan.places[expert].slot] = true;
         }
     }
-    const auto it = std::find(is_used.begin(), is_used.end(), false);
-    return it == is_used.end() ? 0 : static_cast<int32_t>(it - is_used.begin());
+    std::vector<int32_t> slots(layer.n_slots);
+    std::iota(slots.begin(), slots.end(), 0);
+    std::stable_partition(slots.begin(), slots.end(), [&](int32_t slot) { return !is_used[slot]; });
+    return slots;
 }
 
 void lh_stream::fill_ids(const lh::sync_point & point, ggml_tensor * dst, const ggml_tensor * ids) const {
-    const lh::stream_layer & layer   = *point.layer;
-    const bool               is_copy = dst->ne[2] > 1;
-    const bool    is_skipping        = !is_copy || ids->ne[1] >= layer.tensors[point.tensor].traits.n_tokens_skipping;
-    const int32_t other              = is_skipping ? -1 : spare_slot(layer, point.stage);
-    const int32_t nowhere            = static_cast<int32_t>(ids->ne[0] * ids->ne[1]);
-    int32_t *     slots              = static_cast<int32_t *>(dst->data);
-    int32_t *     rows               = slots + nowhere; // with is_copy
-    int32_t       row                = 0;
+    const lh::stream_layer & layer     = *point.layer;
+    const bool               is_copy   = dst->ne[2] > 1;
+    const bool is_skipping             = !is_copy || ids->ne[1] >= layer.tensors[point.tensor].traits.n_tokens_skipping;
+    const std::vector<int32_t> spare   = is_skipping ? std::vector<int32_t>() : spare_slots(layer, point.stage);
+    const int64_t              n_used  = ids->ne[0];
+    const int32_t              nowhere = static_cast<int32_t>(n_used * ids->ne[1]);
+    int32_t *                  slots   = static_cast<int32_t *>(dst->data);
+    int32_t *                  rows    = slots + nowhere; // with is_copy
+    int32_t                    row     = 0;
     for (int64_t i1 = 0; i1 < ids->ne[1]; i1++) {
-        for (int64_t i0 = 0; i0 < ids->ne[0]; i0++, row++) {
+        for (int64_t i0 = 0; i0 < n_used; i0++, row++) {
             const lh::placement & place = layer.plan.places[lh::id_at(ids, i0, i1)];
             const bool            is_in = place.stage == point.stage;
-            slots[row]                  = is_in ? place.slot : other;
+            slots[row]                  = is_in ? place.slot : -1;
             if (is_copy) {
                 rows[row] = is_in ? row : nowhere;
             }
+        }
+        if (!is_skipping) {
+            lh::fill_spare(slots + i1 * n_used, n_used, spare);
         }
     }
 }
@@ -208,7 +216,10 @@ void lh_stream::fill_harmless(const lh::sync_point & point, ggml_tensor * dst) c
     const bool    is_on_device = lh::is_on_device(point.layer->tensors[point.tensor].kind);
     const int64_t n_rows       = dst->ne[0] * dst->ne[1];
     int32_t *     data         = static_cast<int32_t *>(dst->data);
-    std::fill_n(data, n_rows, is_on_device ? 0 : -1); // no rows where kernels skip them, or any slot
+    for (int64_t row = 0; row < n_rows;
+         row++) { // no rows where kernels skip them, or any slots, distinct ones for a token
+        data[row] = is_on_device ? static_cast<int32_t>(row % dst->ne[0] % point.layer->n_slots) : -1;
+    }
     if (dst->ne[2] > 1) {
         std::fill_n(data + n_rows, n_rows, static_cast<int32_t>(n_rows));
     }

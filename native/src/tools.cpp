@@ -294,6 +294,11 @@ lh_status lh_tool_place(const char * name, int32_t argc, char ** argv, lh_device
         add_projector(params, found);
         if (load.has_draft) {
             load.draft_context.n_ctx = *n_ctx;
+            if (!load.has_draft_model) { // the same weights, in the same places
+                load.draft_model.n_gpu_layers          = load.model.n_gpu_layers;
+                load.draft_model.tensor_split          = load.model.tensor_split;
+                load.draft_model.tensor_buft_overrides = load.model.tensor_buft_overrides;
+            }
             measure(load.draft.model.path, load.draft_model, load.draft_context, found, true, !load.has_draft_model);
         }
         *n_devices = found.finish();

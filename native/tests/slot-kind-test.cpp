@@ -1,11 +1,15 @@
-// Checks how buffers are classified, with made-up buffer types and devices: ggml-metal's are there on macOS only.
+// Checks how buffers are classified, and which slots stand in for others, with made-up buffer types and devices: ggml-metal's are there on macOS only.
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
+#include <random>
 #include <string>
 
 #include "ggml-backend-impl.h"
 #include "slot-kind.h"
+#include "spare-slots.h"
 #include "status.h"
 
 static int n_checks = 0;
@@ -77,6 +81,40 @@ static lh::slot_kind kind(fake & f) {
     return lh::slot_kind_of(&f.buft, "blk.0.ffn_up_exps.weight");
 }
 
+// Slots of a token have to be distinct, whichever of them are in a stage.
+static void check_spare_slots() {
+    std::mt19937 random(7);
+    for (int i = 0; i < 2000; i++) {
+        const int32_t        n_used  = 1 + random() % 10;
+        const int32_t        n_slots = n_used + random() % 8;
+        std::vector<int32_t> spare(n_slots);
+        std::iota(spare.begin(), spare.end(), 0);
+        std::shuffle(spare.begin(), spare.end(), random);
+        std::vector<int32_t> ids(spare.begin(), spare.begin() + n_used);
+        std::shuffle(spare.begin(), spare.end(), random);
+        std::vector<int32_t> filled = ids;
+        for (int32_t & id : filled) {
+            id = random() % 2 ? id : -1; // another stage's
+        }
+        ids = filled;
+        lh::fill_spare(filled.data(), n_used, spare);
+        for (int32_t j = 0; j < n_used; j++) {
+            CHECK(ids[j] < 0 || filled[j] == ids[j]);
+            CHECK(filled[j] >= 0 && filled[j] < n_slots);
+            CHECK(std::count(filled.begin(), filled.end(), filled[j]) == 1);
+        }
+        // the first of the spare ones are taken, as far as the token does not use them
+        const auto first = std::find_if(spare.begin(), spare.end(), [&](int32_t slot) {
+            return std::find(ids.begin(), ids.end(), slot) == ids.end();
+        });
+        const auto other = std::find(ids.begin(), ids.end(), -1);
+        CHECK(other == ids.end() || filled[other - ids.begin()] == *first);
+    }
+    int32_t few[] = { -1, 0, -1 };
+    lh::fill_spare(few, 3, { 0 });
+    CHECK(few[0] == 0 && few[1] == 0 && few[2] == 0);
+}
+
 int main() {
     fake cpu("CPU", "CPU", true, GGML_BACKEND_DEVICE_TYPE_CPU);
     fake locked("CUDA", "CUDA_Host", true);
@@ -111,6 +149,10 @@ int main() {
     CHECK(!lh::is_on_device(lh::slot_kind::repacked));
 
     fake unknown("SomethingNew", "New0");
+    CHECK(lh::traits_of(&vulkan.device).allows_repeats);
+    CHECK(!lh::traits_of(&cuda.device).allows_repeats);
+    CHECK(!lh::traits_of(&shared.device).allows_repeats);
+    CHECK(!lh::traits_of(&unknown.device).allows_repeats);
     CHECK(lh::traits_of(&vulkan.device).n_tokens_skipping == 9);
     CHECK(lh::traits_of(&cuda.device).n_tokens_skipping == INT64_MAX);
     CHECK(lh::traits_of(&rpc.device).n_tokens_skipping == INT64_MAX);
@@ -119,6 +161,7 @@ int main() {
     }
     CHECK(!lh::traits_of(&unknown.device).has_quiet_writes);
 
+    check_spare_slots();
     std::printf("%d checks\n", n_checks);
     return 0;
 }
