@@ -22,6 +22,7 @@ def compile_for_macos(source: Path, *options: str) -> subprocess.CompletedProces
     assert LLAMA.is_dir(), f"{LLAMA} is not there: run make build"
     cache = str(ROOT / "build" / "zig-cache")
     folders = [ROOT / "native/include", LLAMA / "include", LLAMA / "ggml/include"]
+    folders += [LLAMA / "common", LLAMA / "vendor"]
     return subprocess.run(
         [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-macos", "-std=c++17"]
         + ["-Wall", "-Wextra", '-DLONGHAUL_BUILD_ID="test"', *options, str(source)]
