@@ -359,6 +359,17 @@ def test_a_read_that_takes_2_s_is_waited_for(
     assert_exact(decoded, in_place.wanted)
 
 
+def test_memory_that_takes_no_direct_reads_gets_its_bytes_by_way_of_a_buffer(
+    in_place: Subject, worker: Worker, faults: Faults
+) -> None:
+    """A driver may have mapped it, and the kernel then says EFAULT."""
+    reopened(worker, in_place)
+    faults.set("error", before=1, n=1, code=errno.EFAULT)
+    decoded = worker.decode(PROMPT)
+    assert faults.n_disturbed == 1
+    assert_exact(decoded, in_place.wanted)
+
+
 def test_the_kinds_are_what_they_claim(subjects: Callable[[str], Subject], worker: Worker) -> None:
     repacked = {}
     for name in KINDS:
