@@ -111,13 +111,17 @@ def hit_rate(counters: dict[str, int]) -> float:
 
 def recent(records: list[dict[str, int]], phase: int) -> dict[str, float]:
     """Return rates of the last ubatches of a phase, by the time in which they were computed."""
-    names = ("n_tokens", "n_hits", "n_misses", "read_bytes", "compute_us", "wait_us", "disk_us")
+    names = (
+        *("n_tokens", "n_hits", "n_misses", "n_tier_hits", "read_bytes"),
+        *("compute_us", "wait_us", "disk_us"),
+    )
     same = [record for record in records if record["phase"] == phase]
     total = {name: sum(record[name] for record in same) for name in names}
     seconds = total["compute_us"] / 1e6
     return {
         "tokens_per_s": total["n_tokens"] / seconds if seconds else 0.0,
         "hit_rate": hit_rate(total),
+        "tier_rate": total["n_tier_hits"] / max(total["n_hits"] + total["n_misses"], 1),
         "read_bytes_per_s": total["read_bytes"] / seconds if seconds else 0.0,
         "read_bytes_per_token": total["read_bytes"] / max(total["n_tokens"], 1),
         "wait_share": total["wait_us"] / total["compute_us"] if total["compute_us"] else 0.0,
@@ -142,6 +146,8 @@ def state(memory: Memory, about: dict[str, Any]) -> dict[str, Any]:
             "budget_bytes": about["budget_bytes"],
             "slot_bytes": memory.number("slot_bytes"),
             "repacked_bytes": memory.number("repacked_bytes"),
+            "device_bytes": memory.number("device_bytes"),
+            "tier_bytes": memory.number("tier_bytes"),
         },
         "layers": [
             {

@@ -33,7 +33,7 @@ def run_command(
     ignore_signals()
     if config is not None and not help_llama and not only_asks(args):
         return run(tool, program, config, args)
-    native.require_libraries()
+    native.require_libraries(exact=tool == "rpc-server")  # which computes for those who stream
     if help_llama:
         return run_tool(tool, program, ["--help"])
     if tool not in WITHOUT_MODEL and not only_asks(args) and not names_model(args):

@@ -7,7 +7,8 @@ import pytest
 
 from longhaul.page import Memory, hit_rate, is_loopback, recent
 
-NAMES = ["n_tokens", "n_hits", "n_misses", "read_bytes", "compute_us", "wait_us", "disk_us"]
+NAMES = ["n_tokens", "n_hits", "n_misses", "n_tier_hits", "read_bytes"]
+NAMES += ["compute_us", "wait_us", "disk_us"]
 N_KEPT = 4
 
 
@@ -44,10 +45,10 @@ def test_nothing_yet(raw: mmap.mmap) -> None:
 
 
 def test_counters_by_phase(raw: mmap.mmap) -> None:
-    put(raw, 16, *range(14))
+    put(raw, 16, *range(16))
     memory = Memory(raw, layout())
     assert memory.counters(0)["n_tokens"] == 0
-    assert memory.counters(1) == dict(zip(NAMES, range(7, 14), strict=True))
+    assert memory.counters(1) == dict(zip(NAMES, range(8, 16), strict=True))
 
 
 def test_records_are_the_last_ones_without_the_one_being_written(raw: mmap.mmap) -> None:
@@ -73,14 +74,15 @@ def test_recent_rates_are_of_one_phase() -> None:
         return {"phase": phase, **dict(zip(NAMES, numbers, strict=True))}
 
     records = [
-        record(0, 100, 1, 1, 1, 1, 1, 1),
-        record(1, 1, 3, 1, 1000, 400_000, 100_000, 0),
-        record(1, 1, 3, 1, 3000, 600_000, 400_000, 0),
+        record(0, 100, 1, 1, 1, 1, 1, 1, 1),
+        record(1, 1, 3, 1, 1, 1000, 400_000, 100_000, 0),
+        record(1, 1, 3, 1, 0, 3000, 600_000, 400_000, 0),
     ]
     rates = recent(records, 1)
     assert rates == {
         "tokens_per_s": 2.0,
         "hit_rate": 0.75,
+        "tier_rate": 0.125,
         "read_bytes_per_s": 4000.0,
         "read_bytes_per_token": 2000.0,
         "wait_share": 0.5,

@@ -229,6 +229,7 @@ def test_a_reply_says_what_it_read(server: Server) -> None:
     timings = server.complete("Far away in the west", 12).json()["timings"]
     after = server.metrics()
     assert 0 < timings["longhaul_hit_rate"] < 1
+    assert timings["longhaul_tier_rate"] == 0  # there is none
     read = after["longhaul_read_bytes_total"] - before["longhaul_read_bytes_total"]
     assert timings["longhaul_read_bytes"] == read > 0
     waited = after["longhaul_wait_seconds_total"] - before["longhaul_wait_seconds_total"]
