@@ -347,7 +347,7 @@ class BudgetPlan:
             ("KV cache", self.kv_bytes),
             ("compute buffers", self.compute_bytes),
             ("read buffers", self.read_buffer_bytes),
-            ("experts behind slots", self.tier_bytes),
+            ("tier", self.tier_bytes),
             ("checkpoints", self.checkpoint_bytes),
             ("other", self.other_bytes),
             ("process", self.process_bytes),

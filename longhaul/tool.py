@@ -98,7 +98,7 @@ def run(tool: str, program: str, config: Config, args: Sequence[str]) -> int:
     )
     native.require_libraries(reads=not plan.has_all_slots, exact=True)
     with (
-        Engine(model, plan.n_slots, config, _say_error, plan.tier) as engine,
+        Engine(model, plan.n_slots, config, on_error=_say_error, tier=plan.tier) as engine,
         ExitStack() as stack,
     ):
         if placement:

@@ -1,5 +1,6 @@
 """Workers on this machine, and connections to them that break when a test says so."""
 
+import ctypes
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from commands import TIMEOUT_S, Running
 from servers import free_port
 
 from longhaul import llama
+from longhaul.library import lib_path
 
 DEVICE_VARIABLE = "LONGHAUL_TEST_DEVICE"  # tests run on this one, Vulkan0 say, instead of workers
 
@@ -50,7 +52,30 @@ def devices(count: int) -> Iterator[tuple[str, ...]]:
         return
     with worker() as first, worker() as second:
         found = [llama.add_rpc_server(endpoint) for endpoint in (first, second)[:count]]
-        yield tuple(of_one[0].name for of_one in found)
+        try:
+            yield tuple(of_one[0].name for of_one in found)
+        finally:
+            forget_workers()
+
+
+def forget_workers() -> None:
+    """Have ggml know of no workers any longer: models of other tests would be loaded with them."""
+    libraries = (ctypes.CDLL(str(lib_path(name))) for name in ("ggml-base", "ggml", "ggml-rpc"))
+    base, registry, rpc = libraries
+    handle = ctypes.c_void_p
+    registry.ggml_backend_reg_count.restype = ctypes.c_size_t
+    registry.ggml_backend_reg_get.restype = handle
+    registry.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
+    registry.ggml_backend_unload.argtypes = [handle]
+    base.ggml_backend_reg_name.restype = ctypes.c_char_p
+    base.ggml_backend_reg_name.argtypes = [handle]
+    found = [registry.ggml_backend_reg_get(i) for i in range(registry.ggml_backend_reg_count())]
+    for backend in found:
+        if base.ggml_backend_reg_name(backend).startswith(b"RPC"):
+            registry.ggml_backend_unload(backend)  # and the devices of all workers with it
+    rpc.ggml_backend_rpc_reg.restype = handle
+    registry.ggml_backend_register.argtypes = [handle]
+    registry.ggml_backend_register(rpc.ggml_backend_rpc_reg())
 
 
 def _shut(*sockets: socket.socket) -> None:

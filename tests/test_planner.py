@@ -18,7 +18,7 @@ class Case:
     resident: dict[int, int]  # slot by expert
     last_use: list[int]
     needed: list[int]
-    backed: list[int] | None  # tier slot of each expert, where there is a tier
+    backed: list[int] | None = None  # tier slot of each expert, where there is a tier
 
     @property
     def missing(self) -> list[int]:

@@ -394,7 +394,7 @@ def test_memory_behind_slots_serves_layers_on_devices_alone() -> None:
     assert sum(found.tier.n_slots) == 6  # of 2 MiB each
     assert sum(found.tier.n_locked) == 2
     terms = dict(found.planned.terms)
-    assert 12 * MIB < terms["experts behind slots"] < 13 * MIB
+    assert 12 * MIB < terms["tier"] < 13 * MIB
     assert any("12.0 MiB of memory behind the slots of 2 layers" in x for x in found.lines())
     assert any("4.0 MiB of it page-locked" in line for line in found.lines())
 

@@ -6,13 +6,14 @@ tests/test_on_devices.py compares logits.
 import ctypes
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 from commands import CHAT, OURS, PROMPT, SMALL, Result, Running, run
-from devices import Line, worker
+from devices import Line, forget_workers, worker
 from servers import free_port, serve
 from streaming import Placement, Recipe, evaluate, largest_difference, load
 
@@ -26,6 +27,14 @@ from longhaul.llama import llama_cpp
 pytestmark = pytest.mark.usefixtures("libraries")
 
 ALL_LAYERS = 99
+
+
+@pytest.fixture(autouse=True)
+def workers_are_forgotten() -> Iterator[None]:
+    yield
+    forget_workers()
+
+
 GONE = "does not answer any longer"
 
 

@@ -37,7 +37,8 @@ def cases(draw: st.DrawFn) -> Case:
     last_use = draw(st.lists(st.integers(0, 99), min_size=n_slots, max_size=n_slots))
     needed = draw(st.permutations(range(n_expert)))[: draw(st.integers(1, n_expert))]
     resident = dict(zip(experts[:n_resident], slots, strict=False))
-    return Case(n_expert, n_slots, resident, last_use, needed)
+    tier = st.lists(st.sampled_from([-1, 3]), min_size=n_expert, max_size=n_expert)
+    return Case(n_expert, n_slots, resident, last_use, needed, draw(st.none() | tier))
 
 
 @given(cases())

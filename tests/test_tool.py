@@ -30,6 +30,7 @@ class FakeEngine:
         n_slots: Sequence[int],
         config: Config,
         on_error: Callable[[BaseException], None],
+        tier: object = None,
     ) -> None:
         self.pool = SimpleNamespace(modes=["direct"])
         self.n_slots = tuple(n_slots)
@@ -45,8 +46,8 @@ class FakeEngine:
     def records(self) -> list[Record]:
         return [Record(1.0, False, self.counters)]
 
-    def slot_bytes(self) -> tuple[int, int]:
-        return 2**20, 0
+    def slot_bytes(self) -> native.SlotBytes:
+        return native.SlotBytes(2**20, 0, 0, 0, 0)
 
     def take_error(self) -> BaseException | None:
         return self.error
@@ -80,7 +81,9 @@ asked: list[bool] = []  # whether the libraries are for a model that reads
 def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTools]:
     fake = FakeTools()
     monkeypatch.setattr(native, "run_tool", fake)
-    monkeypatch.setattr(native, "require_libraries", lambda *, reads=False: asked.append(reads))
+    monkeypatch.setattr(
+        native, "require_libraries", lambda *, reads=False, exact=False: asked.append(reads)
+    )
     monkeypatch.setattr(tool, "Engine", FakeEngine)
     for name in ("LLAMA_ARG_MODEL", "LLAMA_ARG_HF_REPO", "LONGHAUL_DEMO_MODEL"):
         monkeypatch.delenv(name, raising=False)
