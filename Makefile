@@ -56,17 +56,15 @@ VULKAN := build/vulkan
 VULKAN_TESTS ?=
 VULKAN_ENV = LONGHAUL_LIB_DIR="$(CURDIR)/$(VULKAN)/lib" GGML_VK_VISIBLE_DEVICES=0 LONGHAUL_TEST_DEVICE=Vulkan0
 
-test-vulkan: configure
+test-vulkan: build
 	$(if $(call find,glslc),,$(error glslc is missing: apt-get install glslc spirv-headers libvulkan-dev mesa-vulkan-drivers))
 	cmake -S native -B $(VULKAN)/native $(if $(call find,ninja),-G Ninja) -DGGML_VULKAN=ON \
 	    -DLONGHAUL_LIB_DIR="$(CURDIR)/$(VULKAN)/lib" -DLONGHAUL_LLAMA_SDIST="$(abspath $(SDIST))" \
 	    -DPython3_EXECUTABLE="$(CURDIR)/$(BIN)/python"
-	cmake --build $(VULKAN)/native --parallel $(JOBS) --target longhaul longhaul-tools test-llama-archs
-	$(VULKAN_ENV) LONGHAUL_TEST_ARCHS=$(VULKAN)/native/bin/test-llama-archs \
-	    $(BIN)/pytest -ra tests/test_on_devices.py $(VULKAN_TESTS)
-	$(VULKAN_ENV) $(BIN)/pytest -ra tests/test_devices.py -k whose_memory_is_ram
-	$(VULKAN_ENV) LONGHAUL_TEST_ARCHS=$(VULKAN)/native/bin/test-llama-archs GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM=1 \
-	    $(BIN)/pytest -ra tests/test_on_devices.py -k "qwen3moe-64"
+	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
+	cmake --build $(VULKAN)/native --parallel $(JOBS) --target longhaul
+	$(VULKAN_ENV) $(BIN)/pytest -ra tests/test_on_devices.py $(VULKAN_TESTS)
+	$(VULKAN_ENV) GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM=1 $(BIN)/pytest -ra tests/test_on_devices.py -k "qwen3moe-64"
 
 exact: build
 	cmake --build $(NATIVE) --parallel $(JOBS) --target test-llama-archs
