@@ -12,6 +12,7 @@ from devices import devices
 from models import split_gguf, write_tiny_moe
 from streaming import Placement, Recipe, evaluate, largest_difference, stream
 
+from longhaul import llama
 from longhaul.index import read_index
 from longhaul.stats import Stats
 from longhaul.tier import TierSizes
@@ -162,6 +163,9 @@ def test_real_text_streams_exactly_into_a_device(
     small_demo: Path, one_device: tuple[str, ...]
 ) -> None:
     """Experts that are equal but for a zeroed block each, so that a wrong one shows."""
+    used = [device for device in llama.devices() if device.name in one_device]
+    if any("llvmpipe" in device.description for device in used):
+        pytest.skip("lavapipe crashes over rows of 576, also when nothing streams")
     recipe = Recipe(24, 2, 64, placement=Placement(one_device, ALL_LAYERS))
     assert_exact(small_demo, recipe, slots=(1, 3))
     assert assert_exact(small_demo, recipe, (4, 1), (3,)).total.n_tier_hits > 0
