@@ -9,8 +9,8 @@ from pathlib import Path
 from .errors import ConfigError
 
 MAX_IO_THREADS = 256
-# keep and auto compute a ubatch that selects more experts than there are slots in stages, where the
-# device can; auto shrinks it elsewhere, keep refuses; shrink never takes stages.
+# keep and auto compute a ubatch that selects more experts than there are slots in stages; shrink
+# makes it smaller instead.
 UBATCH_MODES = ("auto", "keep", "shrink")
 BLOCK_BYTES = 4096  # what uncached reads are aligned to
 MAX_CACHE_BYTES = 2**63 - 1  # sizes cross the C API as int64

@@ -32,7 +32,7 @@ from .config import Config
 from .errors import ConfigError, NativeError, ReadError
 from .experts import MoeLayer, MoeModel
 from .files import replacing
-from .native import LayerShape, ReadPool, SlotBytes, Stream, StreamFunctions
+from .native import LayerShape, Load, ReadPool, SlotBytes, Stream, StreamFunctions
 from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
@@ -258,6 +258,11 @@ class Engine(Closing):
         self._loading[layer_index] = _Step(plan, tier_plan)
         return list(tier_plan.loads)
 
+    def _begin_loads(self, layer_index: int, plan: Plan) -> list[Load]:
+        """Let the victims of a plan leave; return its loads for the native side."""
+        in_tier = self._begin(layer_index, plan)
+        return [(*load, *where) for load, where in zip(plan.loads, in_tier, strict=True)]
+
     def _end(self, layer_index: int, step: "_Step") -> None:
         """Enter what a plan has loaded."""
         self._residencies[layer_index].apply(step.plan)
@@ -285,10 +290,7 @@ class Engine(Closing):
         step: Plan
         if n_stages <= 2:
             step = plan(residency, needed, missing)
-            in_tier = self._begin(layer_index, step)
-            self._stream.load(
-                layer_index, [(*load, *t) for load, t in zip(step.loads, in_tier, strict=True)]
-            )
+            self._stream.load(layer_index, self._begin_loads(layer_index, step))
         else:
             step = staged = plan_stages(residency, needed, missing)
             by_load = iter(self._begin(layer_index, step))
@@ -304,10 +306,7 @@ class Engine(Closing):
     def _on_ahead(self, layer_index: int, n_selected: int) -> None:
         step = plan_ahead(self._residencies[layer_index], n_selected)
         if step.loads:
-            in_tier = self._begin(layer_index, step)
-            self._stream.load_ahead(
-                layer_index, [(*load, *t) for load, t in zip(step.loads, in_tier, strict=True)]
-            )
+            self._stream.load_ahead(layer_index, self._begin_loads(layer_index, step))
 
     def _on_complete(self, layer_index: int, is_read: bool) -> None:
         """Enter what has been loaded; what fails is never entered, so its slots stay free."""
@@ -389,11 +388,9 @@ class Engine(Closing):
             slots = residency.free[: -min(residency.n_room, n_most) - 1 : -1]
             loads = tuple(zip(wanted, slots, strict=False))
             if loads:
-                in_tier = self._begin(layer_index, Plan(loads, ()))
+                items = self._begin_loads(layer_index, Plan(loads, ()))
                 step = self._loading.pop(layer_index)
-                self._stream.fill(
-                    layer_index, [(*load, *t) for load, t in zip(loads, in_tier, strict=True)]
-                )
+                self._stream.fill(layer_index, items)
                 self._end(layer_index, step)
             return len(loads)
 
