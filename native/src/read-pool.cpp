@@ -1,6 +1,7 @@
 #include "read-pool.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -209,7 +210,35 @@ static lh_file_mode probe_uncached(read_file & file) {
 #endif
 }
 
+// Threads that sleep and are woken together may end up on one processor, where they compute in turn until the system notices, some
+// milliseconds later: whoever finds another one there goes elsewhere.
+void crew::leave(int ith) {
+#if defined(__linux__)
+    const int here = sched_getcpu();
+    cpu[ith].store(here, std::memory_order_relaxed);
+    if (std::none_of(cpu.begin(), cpu.begin() + ith, [&](const std::atomic<int32_t> & c) { return c == here; })) {
+        return;
+    }
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) {
+        return;
+    }
+    others = allowed;
+    for (int i = 0; i < ith; i++) {
+        const int32_t taken = cpu[i];
+        if (taken >= 0 && taken < CPU_SETSIZE) {
+            CPU_CLR(taken, &others);
+        }
+    }
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0) {
+        sched_setaffinity(0, sizeof(allowed), &allowed);
+        cpu[ith].store(sched_getcpu(), std::memory_order_relaxed);
+    }
+#endif
+}
+
 void crew::reset() {
+    std::fill(cpu.begin(), cpu.end(), -1);
     n_entered.fill(0);
     n_done    = 0;
     is_held   = false;
@@ -365,6 +394,7 @@ void lh_read_pool::wait(lh::read_batch & batch, lh::crew * crew) {
 
 void lh_read_pool::release(lh::crew & crew) {
     crew.is_held.store(false, std::memory_order_relaxed);
+    crew.leave(0);
     crew.n_done.fetch_add(1);
     if (crew.n_asleep.load() >
         0) { // a thread falls asleep only after it has been counted here and has looked at n_done again
@@ -377,6 +407,7 @@ void lh_read_pool::follow(lh::crew & crew, int ith) {
     const int64_t op = ++crew.n_entered[ith];
     for (int i = 0; i < lh::n_spins && !crew.is_held.load(std::memory_order_relaxed); i++) {
         if (crew.n_done.load(std::memory_order_acquire) >= op) {
+            crew.leave(ith);
             return;
         }
         lh::relax();
@@ -389,6 +420,8 @@ void lh_read_pool::follow(lh::crew & crew, int ith) {
         }
     }
     crew.n_asleep--;
+    lock.unlock();
+    crew.leave(ith);
 }
 
 // Runs a part of a follow-up with the lock released; false: none is ready.

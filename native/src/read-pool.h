@@ -63,15 +63,19 @@ struct crew {
     // No thread is at an op.
     void reset();
 
+    // Thread ith leaves an op.
+    void leave(int ith);
+
     // The leader is going to wait: the others need not spin any longer.
     void hold() { is_held.store(true, std::memory_order_relaxed); }
 
-    std::array<int64_t, max_threads> n_entered = {};      // ops, by thread
-    std::atomic<int64_t>             n_done    = { 0 };   // ops that the leader has finished
-    std::atomic<int32_t>             n_asleep  = { 0 };   // threads that need waking
-    std::atomic<bool>                is_held   = { false };
-    read_batch *                     batch     = nullptr; // that the leader waits for; guarded by the pool
-    int64_t                          worked_us = 0;       // spent by the leader on follow-ups
+    std::array<int64_t, max_threads>              n_entered = {}; // ops, by thread
+    std::array<std::atomic<int32_t>, max_threads> cpu; // that a thread was on when it left an op, -1: not known
+    std::atomic<int64_t>                          n_done    = { 0 };   // ops that the leader has finished
+    std::atomic<int32_t>                          n_asleep  = { 0 };   // threads that need waking
+    std::atomic<bool>                             is_held   = { false };
+    read_batch *                                  batch     = nullptr; // that the leader waits for; guarded by the pool
+    int64_t                                       worked_us = 0;       // spent by the leader on follow-ups
 };
 
 // A part of a range, counted from the range's start.

@@ -6,6 +6,7 @@
 
 #include "read-pool.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -526,6 +527,41 @@ static void test_a_crew(int n_threads, bool uncached) {
     }
 }
 
+// A thread that finds another one on its processor goes elsewhere, if it may, and may go where it might before.
+static void test_threads_that_share_a_processor_part() {
+#if defined(__linux__)
+    cpu_set_t before, after;
+    CHECK(sched_getaffinity(0, sizeof(before), &before) == 0);
+    lh::crew crew;
+    int      n_parted = 0;
+    for (int i = 0; i < 100; i++) {
+        crew.reset();
+        crew.cpu[0]     = sched_getcpu();
+        const int taken = crew.cpu[0];
+        crew.leave(1);
+        CHECK(crew.cpu[0] == taken);
+        CHECK(sched_getaffinity(0, sizeof(after), &after) == 0);
+        CHECK(CPU_EQUAL(&before, &after));
+        CHECK(CPU_ISSET(crew.cpu[1].load(), &before));
+        n_parted += crew.cpu[1] != taken ? 1 : 0;
+    }
+    if (CPU_COUNT(&before) > 1) {
+        CHECK(n_parted > 50); // the system may move a thread at any time
+    }
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    CHECK(sched_setaffinity(0, sizeof(one), &one) == 0);
+    crew.reset();
+    crew.cpu[0] = sched_getcpu();
+    crew.leave(1);
+    CHECK(crew.cpu[1] == crew.cpu[0]);
+    CHECK(sched_getaffinity(0, sizeof(after), &after) == 0);
+    CHECK(CPU_EQUAL(&one, &after));
+    CHECK(sched_setaffinity(0, sizeof(before), &before) == 0);
+#endif
+}
+
 // --- what the sanitizers must see ------------------------------------------------------------------------------------------
 
 static void race() {
@@ -571,6 +607,7 @@ int main(int argc, char ** argv) {
     test_batches_that_fail();
     test_cancelled_before_it_was_begun();
     test_cancelled_at_any_time();
+    test_threads_that_share_a_processor_part();
     for (bool uncached : { false, true }) {
         for (int n_threads : { 1, 2, 4 }) {
             test_a_crew(n_threads, uncached);
