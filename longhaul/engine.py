@@ -4,13 +4,17 @@ The round trip of a miss:
 
 1. llama.cpp computes a layer's router; the sync op (native/src/sync.cpp) sees the chosen experts.
    When all are in slots it writes their slot ids, and Python is not involved.
-2. Otherwise the native side calls `Engine._on_plan` on the computing thread.
-3. The planner says which victims leave, which slots the missing experts get and, where the ubatch
+2. Otherwise the missing experts go where Python said before: each layer has nominees, slots that
+   the planner would choose for what is missing next. The native side takes their victims out of
+   the slot table, starts to read, and only then calls `Engine._on_begun` on the computing thread,
+   which enters that on this side, and chooses new nominees for layers that have used theirs.
+3. Where there are not enough nominees, it calls `Engine._on_plan` before anything is read. The
+   planner says which victims leave, which slots the missing experts get and, where the ubatch
    selects more experts than there are slots, in which stage each is computed. It changes nothing.
 4. The victims leave the slot table, since their bytes are about to be overwritten.
 5. `Stream.load`, or `Stream.set_stages` where experts take turns in the slots, hands the plan over.
    The native side reads one stage while another is computed, and `_on_complete` enters what is
-   resident in the end into the slot table.
+   resident in the end into the slot table, while a later layer is being read.
 6. While a layer of a long prompt is computed, `_on_ahead` may fill free slots of the next one.
 7. If a read fails, its experts do not enter: their slots stay free and the table stays true. If
    anything is raised in a callback of ours, the layer forgets all of its experts. Either way the
@@ -33,7 +37,7 @@ from .errors import ConfigError, NativeError, ReadError
 from .experts import MoeLayer, MoeModel
 from .files import replacing
 from .native import LayerShape, Load, ReadPool, SlotBytes, Stream, StreamFunctions
-from .planner import Plan, plan, plan_ahead, plan_stages, stage_count
+from .planner import Plan, nominees, plan, plan_ahead, plan_stages, stage_count
 from .policy import POLICIES
 from .residency import Residency
 from .stats import Record, Stats
@@ -42,6 +46,8 @@ from .trace import TraceHeader, TraceLayer, header_bytes
 
 NO_UBATCH_LIMIT = 2**31 - 1
 NOT_IN_TIER = TierLoad(-1, False)
+NOMINATED_AT_ONCE = 4  # layers, in the time that one read takes
+NOMINEES_PER_EXPERT = 2  # of those that a ubatch needs: some will be needed again, or be used
 SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
 
 _switching_lock = threading.Lock()
@@ -107,6 +113,8 @@ class Engine(Closing):
             for layer, n, n_locked in zip(model.layers, *self.tier, strict=True)
         ]
         self._loading: dict[int, _Step] = {}  # by index of layer: being read
+        self._to_nominate: dict[int, None] = {}  # layers without nominees, ordered
+        self._n_needed = [layer.n_expert_used for layer in model.layers]  # by the last that missed
         with ExitStack() as undo:
             self.pool = undo.enter_context(ReadPool(config.n_io_threads, config.chunk_bytes))
             files = [self._open(index, config.uncached) for index in range(len(model.shards))]
@@ -229,6 +237,7 @@ class Engine(Closing):
     def _functions(self) -> StreamFunctions:
         return StreamFunctions(
             on_plan=self._changing(self._on_plan),
+            on_begun=self._changing(self._on_begun),
             on_ahead=self._changing(self._on_ahead),
             on_complete=self._changing(self._on_complete),
             on_reset=self._on_reset,
@@ -303,6 +312,39 @@ class Engine(Closing):
             )
         self._stream.count_evictions(step.n_evictions)
 
+    def _on_begun(
+        self, layer_index: int, needed: list[int], missing: list[int], slots: list[int] | None
+    ) -> None:
+        if slots is not None:
+            victims = self._residencies[layer_index].give_way(slots)
+            loads = tuple(zip(missing, slots, strict=True))
+            self._loading[layer_index] = _Step(Plan(loads, victims))
+        self._n_needed[layer_index] = len(needed)
+        self._to_nominate.pop(layer_index, None)  # once it is complete
+        for index in self._next_to_nominate(layer_index):
+            del self._to_nominate[index]
+            self._changing(self._nominate)(index)
+
+    def _has_nominees(self, layer_index: int) -> bool:
+        """Whether a layer's loads can be known before they are asked for; a tier takes a plan."""
+        return self._residencies[layer_index].policy.keeps_order and not self._tiers[layer_index]
+
+    def _next_to_nominate(self, layer_index: int) -> list[int]:
+        n_layers = len(self.n_slots)
+        waiting = sorted(self._to_nominate, key=lambda i: (i - layer_index) % n_layers)
+        return waiting[:NOMINATED_AT_ONCE]
+
+    def _nominate(self, layer_index: int) -> None:
+        n = NOMINEES_PER_EXPERT * self._n_needed[layer_index]
+        self._stream.nominate(layer_index, nominees(self._residencies[layer_index], n))
+
+    def _forget_nominees(self) -> None:
+        """Choose nominees anew, since slots have changed while nothing was computed."""
+        for index in range(len(self.n_slots)):
+            if self._has_nominees(index):
+                self._stream.nominate(index, ())
+                self._to_nominate[index] = None
+
     def _on_ahead(self, layer_index: int, n_selected: int) -> None:
         step = plan_ahead(self._residencies[layer_index], n_selected)
         if step.loads:
@@ -313,6 +355,10 @@ class Engine(Closing):
         step = self._loading.pop(layer_index, None)
         if step is not None and is_read:
             self._end(layer_index, step)
+            if self._has_nominees(layer_index):
+                self._to_nominate[layer_index] = None
+        elif step is None and not is_read:  # the native side has changed what we were not told of
+            self._forget(layer_index)
 
     def _on_failure(self, error: BaseException) -> None:
         if self._on_error:
@@ -364,6 +410,7 @@ class Engine(Closing):
         with self._stream.paused():
             for residency, limit in zip(self._residencies, limits, strict=True):
                 residency.set_limit(limit)
+            self._forget_nominees()
             return self._stream.give_back()
 
     @property

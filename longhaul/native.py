@@ -33,6 +33,7 @@ FailureFunction = Callable[[BaseException], None]
 # and the place in the tier with which they change places once they were copied, or -1.
 Load = tuple[int, int, int, bool, int]
 PlanFunction = Callable[[int, int, list[int], list[int]], None]
+BegunFunction = Callable[[int, list[int], list[int], list[int] | None], None]
 AheadFunction = Callable[[int, int], None]
 
 
@@ -68,10 +69,12 @@ class StreamFunctions:
     """Hold what the native side calls, on the thread that computes or loads; see longhaul.h.
 
     `on_plan` takes the layer's index, the stages of the graph, and the needed and of them the
-    missing experts.
+    missing experts. `on_begun` takes the index, the needed, the missing, and the slots that these
+    are read to if they are nominees.
     """
 
     on_plan: PlanFunction
+    on_begun: BegunFunction
     on_ahead: AheadFunction
     on_complete: CompleteFunction
     on_reset: ResetFunction
@@ -235,6 +238,7 @@ class Stream(_Handle):
         self._shapes = tuple(shapes)
         self._callbacks = (
             self._make_on_plan(functions.on_plan),
+            self._make_on_begun(functions.on_begun),
             self._make_status("lh_status(void *, int32_t, int64_t)", functions.on_ahead),
             self._make_status("lh_status(void *, int32_t, bool)", functions.on_complete),
             self._guard("void(void *)", functions.on_reset),
@@ -266,7 +270,7 @@ class Stream(_Handle):
         self._live = ffi.cast("lh_live *", self._live_memory)
         params.live = self._live
         callbacks = self._callbacks
-        params.on_plan, params.on_ahead, params.on_complete, *rest = callbacks
+        params.on_plan, params.on_begun, params.on_ahead, params.on_complete, *rest = callbacks
         params.on_reset, params.on_failure = rest
         out = ffi.new("lh_stream **")
         check(_lib().lh_stream_init(params, out))
@@ -274,29 +278,41 @@ class Stream(_Handle):
         _open_streams.add(self)
 
     def _make_on_plan(self, on_plan: PlanFunction) -> Any:
-        unpack, lib = _ffi().unpack, _lib()
+        unpack = _ffi().unpack
 
-        def call(user_data: Any, r: Any) -> int:
-            try:
-                needed = unpack(r.needed, r.n_needed)
-                on_plan(r.layer_index, r.n_stages, needed, unpack(r.missing, r.n_missing))
-            except BaseException as e:  # kept: raised again where the outer call returns
-                self.error = e
-                return int(lib.LH_STATUS_CALLBACK)
-            return OK
+        def plan(r: Any) -> None:
+            needed = unpack(r.needed, r.n_needed)
+            on_plan(r.layer_index, r.n_stages, needed, unpack(r.missing, r.n_missing))
 
-        signature = "lh_status(void *, const lh_request *)"
-        failed = int(lib.LH_STATUS_CALLBACK)
-        return _ffi().callback(signature, call, error=failed, onerror=self._keep_outside)
+        return self._make_status("lh_status(void *, const lh_request *)", plan, is_cause=True)
 
-    def _make_status(self, signature: str, function: Callable[..., None]) -> Any:
+    def _make_on_begun(self, on_begun: BegunFunction) -> Any:
+        ffi = _ffi()
+        unpack, null = ffi.unpack, ffi.NULL
+
+        def begun(r: Any, slots: Any) -> None:
+            n_missing = r.n_missing
+            on_begun(
+                r.layer_index,
+                unpack(r.needed, r.n_needed),
+                unpack(r.missing, n_missing),
+                None if slots == null else unpack(slots, n_missing),
+            )
+
+        signature = "lh_status(void *, const lh_request *, const int32_t *)"
+        return self._make_status(signature, begun, is_cause=True)
+
+    def _make_status(
+        self, signature: str, function: Callable[..., None], *, is_cause: bool = False
+    ) -> Any:
+        """Return a callback; `is_cause` says that nothing can have failed in the ubatch before."""
         failed = int(_lib().LH_STATUS_CALLBACK)
 
         def call(user_data: Any, *args: Any) -> int:
             try:
                 function(*args)
-            except BaseException as e:
-                self.error = self.error or e
+            except BaseException as e:  # kept: raised again where the outer call returns
+                self.error = e if is_cause else self.error or e
                 return failed
             return OK
 
@@ -443,6 +459,14 @@ class Stream(_Handle):
         """Start to read experts into free slots. Only in on_ahead."""
         items = _ffi().new("lh_load[]", loads)
         check(_lib().lh_stream_load_ahead(self.pointer, layer_index, items, len(loads)))
+
+    def nominate(self, layer_index: int, slots: Sequence[int]) -> None:
+        """Name the slots that the layer's next misses take, the first one first.
+
+        Only in a callback, or while paused.
+        """
+        items = _ffi().new("int32_t[]", slots)
+        check(_lib().lh_stream_nominate(self.pointer, layer_index, items, len(slots)))
 
     def set_stages(
         self, layer_index: int, places: Sequence[tuple[int, int, int, bool, int, bool, int]]

@@ -47,6 +47,16 @@ def plan(residency: Residency, needed: Sequence[int], missing: Sequence[int]) ->
     return Plan(tuple(zip(missing, slots, strict=True)), tuple(victims))
 
 
+def nominees(residency: Residency, n: int) -> list[int]:
+    """Return n slots, or as many as can be, that `plan` gives to the next misses, in its order.
+
+    It would leave out those of what is needed then. The order holds until a slot of it is used.
+    """
+    free = residency.free[: -min(residency.n_room, n) - 1 : -1]
+    n_occupied = len(residency.expert_of) - len(residency.free)
+    return free + residency.victims(min(n - len(free), n_occupied), ())
+
+
 # --- stages ---------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ so a policy looks at a slot again when its turn to go seems to have come.
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 PROTECTED_SHARE = 0.8  # of the slots: for experts that were used again
 PINNED_SHARE = 0.5  # of the slots: for the hottest experts
@@ -15,7 +15,13 @@ HALVING_LOADS = 2  # loads for each slot, after which earlier uses count half
 
 
 class Policy(Protocol):
-    """Rank the occupied slots of one layer."""
+    """Rank the occupied slots of one layer.
+
+    `keeps_order` says that victims which are asked for now are those that would be chosen later, up
+    to the first that is used until then.
+    """
+
+    keeps_order: ClassVar[bool]
 
     def add(self, slot: int, expert: int) -> None:
         """Take note that the slot received an expert; whatever it is used for is stamped later."""
@@ -50,6 +56,8 @@ class Queue(Generic[Key]):
     trusted only when its key is the current one. Each use costs at most one correction, whatever
     the number of slots.
     """
+
+    keeps_order: ClassVar[bool] = True
 
     def __init__(self, keys: _Keys[Key]) -> None:
         self._keys: _Keys[Key] = keys
@@ -170,6 +178,8 @@ class Lfu:
     2017; there are few enough of them. The time between halvings is counted in loads.
     """
 
+    keeps_order: ClassVar[bool] = True
+
     def __init__(self, last_use: Sequence[int], n_uses: Sequence[int]) -> None:
         self._counts = _Counts(n_uses)
         self._keys = _CountsThenStamps(self._counts, last_use, n_uses)
@@ -205,6 +215,8 @@ class Slru:
     move is made when an expert's turn to go has come (lazy promotion: Yang and others, "FIFO can be
     better than LRU", 2023), since nobody hears of uses.
     """
+
+    keeps_order: ClassVar[bool] = False  # what moves earlier moves other experts back
 
     def __init__(self, last_use: Sequence[int], n_uses: Sequence[int]) -> None:
         self._n_uses = n_uses
@@ -250,6 +262,8 @@ class Pinned:
     are halved; half of the slots are theirs. Popular experts stay in memory like this in Kamahori
     and others, "Fiddler", 2024, there by a profile that was taken before.
     """
+
+    keeps_order: ClassVar[bool] = True
 
     def __init__(self, last_use: Sequence[int], n_uses: Sequence[int]) -> None:
         self._n_pinned = int(PINNED_SHARE * len(n_uses))

@@ -88,6 +88,15 @@ class Residency:
             self.policy.remove(slot)
             self.free.append(slot)
 
+    def give_way(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Take note that these slots, nominees, were taken out of the table; return the victims."""
+        free = set(self.free)
+        victims = tuple(slot for slot in slots if slot not in free)
+        for slot in victims:
+            self.policy.remove(slot)
+        self.free += victims
+        return victims
+
     def apply(self, plan: "Plan") -> None:
         """Enter the loads of a plan whose victims are out and whose bytes have been read."""
         taken = {slot for _, slot in plan.loads}

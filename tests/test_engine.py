@@ -268,7 +268,7 @@ def test_wrong_plan_is_refused_before_anything_is_computed(
 
 def test_where_all_is_resident_no_python_runs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    for name in ("_on_plan", "_on_ahead", "_on_complete"):
+    for name in ("_on_plan", "_on_begun", "_on_ahead", "_on_complete"):
         original = getattr(Engine, name)
 
         def note(*args: object, original: Callable[..., None] = original, name: str = name) -> None:
@@ -283,7 +283,7 @@ def test_where_all_is_resident_no_python_runs(tiny: Path, monkeypatch: pytest.Mo
     ):
         context.decode(list(range(60)))
         assert [len(engine.resident(i)) for i in range(3)] == [8, 8, 8]
-        assert {"_on_plan", "_on_complete"} <= set(called)
+        assert {"_on_plan", "_on_begun", "_on_complete"} <= set(called)
         called.clear()
         for token in range(20):
             context.decode([token])
@@ -353,6 +353,24 @@ def test_closed_engine_leaves_no_file_open(tiny: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def interrupt(monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
+    """Raise as a signal may, before or after every fifth call of a method."""
+    real = getattr(Residency, name)
+    calls = 0
+
+    def interrupted(self: Residency, *args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0 and when == "before":
+            raise KeyboardInterrupt
+        done = real(self, *args)
+        if calls % 5 == 0:
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(Residency, name, interrupted)
+
+
 @pytest.mark.parametrize("name", ["evict", "apply"])
 @pytest.mark.parametrize("n_slots", [3, 8])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -360,24 +378,12 @@ def test_interrupt_at_any_point_never_changes_a_later_result(
     name: str, n_slots: int, when: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal's exception may strike between any two statements of ours."""
-    real = getattr(Residency, name)
-    calls = 0
-
-    def interrupted(self: Residency, *args: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls % 5 == 0 and when == "before":
-            raise KeyboardInterrupt
-        real(self, *args)
-        if calls % 5 == 0:
-            raise KeyboardInterrupt
-
     tokens = evaluated_tokens(128, 12)
     wanted = evaluate(tiny, Recipe(n_prompt=12, n_greedy=0)).logits
     n_failed = 0
     with open_engine(read_index(tiny), n_slots) as engine:
         with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
-            monkeypatch.setattr(Residency, name, interrupted)
+            interrupt(monkeypatch, name, when)
             for _ in range(30):
                 try:
                     got = context.decode(tokens)
@@ -393,6 +399,173 @@ def test_interrupt_at_any_point_never_changes_a_later_result(
     assert n_failed > 0 or n_slots == 8
 
 
+@pytest.mark.parametrize("name", ["evict", "apply", "give_way", "victims"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupt_while_tokens_are_decoded_never_changes_a_later_result(
+    name: str, when: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = evaluated_tokens(128, 60)
+    with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+        wanted = [context.decode([token]) for token in tokens]
+    n_failed = 0
+    with open_engine(read_index(tiny), 3) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            interrupt(monkeypatch, name, when)
+            for i, token in enumerate(tokens):
+                for _ in range(20):
+                    try:
+                        got = context.decode([token])
+                    except DecodeError:
+                        n_failed += 1
+                        assert isinstance(engine.take_error(), KeyboardInterrupt)
+                        assert_consistent(engine)
+                        context.remove_from(i)
+                    else:
+                        break
+                assert largest_difference(got, wanted[i]) == 0.0
+                assert_consistent(engine)
+    assert n_failed > (0 if name == "evict" else 5)
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows with each miss: whether its slots were nominees, or planned."""
+    called: list[str] = []
+    on_plan, on_begun = Engine._on_plan, Engine._on_begun
+
+    def plan(self: Engine, *args: object) -> None:
+        called.append("planned")
+        on_plan(self, *args)  # type: ignore[arg-type]
+
+    def begun(self: Engine, *args: object) -> None:
+        if args[-1] is not None:
+            called.append("nominated")
+        on_begun(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "_on_plan", plan)
+    monkeypatch.setattr(Engine, "_on_begun", begun)
+    return called
+
+
+@pytest.mark.parametrize("n_slots", [2, 3, 5])
+def test_while_tokens_are_decoded_reading_begins_before_planning(
+    n_slots: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = note_calls(monkeypatch)
+    tokens = evaluated_tokens(128, 80)
+    with open_engine(read_index(tiny), n_slots) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            for token in tokens[:10]:
+                context.decode([token])
+            called.clear()
+            for token in tokens[10:]:
+                context.decode([token])
+        engine.raise_kept()
+        assert_consistent(engine)
+    assert called.count("nominated") > called.count("planned") > 0
+
+
+def run_of_prompts_and_tokens(path: Path, policy: str) -> tuple[list[object], list[dict[int, int]]]:
+    """Return counts of hits, misses and evictions, and which experts are where in the end."""
+    tokens = evaluated_tokens(128, 90)
+    with open_engine(read_index(path), 4, Config(policy=policy)) as engine:
+        with llama.Model(path) as loaded, llama.Context(loaded) as context:
+            for token in tokens[:30]:
+                context.decode([token])
+            engine.set_limits([3, 2, 4])
+            for token in tokens[30:50]:
+                context.decode([token])
+            context.decode(tokens[50:60])
+            engine.set_limits([4, 4, 4])
+            for token in tokens[60:]:
+                context.decode([token])
+            engine.raise_kept()
+            assert_consistent(engine)
+            decode = engine.stats().decode
+            counts = [decode.n_hits, decode.n_misses, decode.n_evictions, decode.read_bytes]
+            return [*counts, engine.n_needed()], [engine.resident(i) for i in range(3)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "pinned"])
+def test_nominees_are_what_a_plan_would_have_chosen(
+    policy: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = note_calls(monkeypatch)
+    found = run_of_prompts_and_tokens(tiny, policy)
+    assert called.count("nominated") > called.count("planned")
+    monkeypatch.setattr(Engine, "_nominate", lambda self, layer_index: None)
+    called.clear()
+    assert run_of_prompts_and_tokens(tiny, policy) == found
+    assert "nominated" not in called
+    assert found[0][1] > 50  # type: ignore[operator]
+
+
+def test_a_policy_that_looks_at_uses_late_has_no_nominees(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = note_calls(monkeypatch)
+    run_of_prompts_and_tokens(tiny, "slru")
+    assert called.count("planned") > 50
+    assert "nominated" not in called
+
+
+def test_a_failed_read_into_nominees_leaves_their_slots_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_moe(tmp_path / "m.gguf")
+    tokens = evaluated_tokens(128, 40)
+    with llama.Model(path) as loaded, llama.Context(loaded) as context:
+        wanted = [context.decode([token]) for token in tokens]
+    called = note_calls(monkeypatch)
+    model = read_index(path)
+    with open_engine(model, 3) as engine:
+        with llama.Model(path, use_mmap=False) as loaded, llama.Context(loaded) as context:
+            for i, token in enumerate(tokens):
+                called.clear()
+                with truncated(path, model.layers[0].tensors[0].offset + 1):
+                    with pytest.raises(DecodeError):
+                        context.decode([token])
+                assert_consistent(engine)
+                assert isinstance(engine.take_error(), ReadError)
+                context.remove_from(i)
+                got = context.decode([token])
+                assert largest_difference(got, wanted[i]) == 0.0
+                assert_consistent(engine)
+            assert called.count("nominated") >= called.count("planned")
+
+
+@pytest.mark.parametrize("slots", [[0, 0], [4], [-1], [1, 2, 1]])
+def test_slots_that_are_none_or_named_twice_are_no_nominees(slots: list[int], tiny: Path) -> None:
+    with open_engine(read_index(tiny), 4) as engine:
+        with pytest.raises(ConfigError, match=r"layer 1: no slot -?\d+, or it is nomina"):
+            engine._stream.nominate(1, slots)
+        engine._stream.nominate(1, [3, 0])
+
+
+def test_a_slot_that_has_changed_hands_is_no_nominee_any_longer(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a warm start, or where slots were given back."""
+    called = note_calls(monkeypatch)
+    token = 5
+    with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+        wanted = context.decode([token])
+    with open_engine(read_index(tiny), 4) as engine:
+        with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+            context.decode([1])
+            for index in range(3):
+                engine._stream.nominate(index, engine._residencies[index].free)
+                assert engine.fill(index, range(8), 2) == 2
+            context.remove_from(0)
+            engine._to_nominate.clear()
+            called.clear()
+            got = context.decode([token])
+        engine.raise_kept()
+        assert_consistent(engine)
+    assert "nominated" not in called
+    assert "planned" in called
+    assert largest_difference(got, wanted) == 0.0
+
+
 def test_more_sequences_than_tokens_in_a_ubatch_have_room_in_the_graph(tmp_path: Path) -> None:
     path = write_tiny_moe(tmp_path / "m.gguf", n_expert=64, n_ff=32)
     with open_engine(read_index(path), 1), llama.Model(path) as loaded:
@@ -404,14 +577,24 @@ def test_needed_experts_come_in_the_order_of_their_last_rows(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[int]] = []  # of layer 0
-    on_plan = Engine._on_plan
+    on_plan, on_begun = Engine._on_plan, Engine._on_begun
 
-    def spy(self: Engine, layer: int, n_stages: int, needed: list[int], missing: list[int]) -> None:
+    def plan(
+        self: Engine, layer: int, n_stages: int, needed: list[int], missing: list[int]
+    ) -> None:
         if layer == 0:
             asked.append(needed)
         on_plan(self, layer, n_stages, needed, missing)
 
-    monkeypatch.setattr(Engine, "_on_plan", spy)
+    def begun(
+        self: Engine, layer: int, needed: list[int], missing: list[int], slots: list[int] | None
+    ) -> None:
+        if layer == 0 and slots is not None:
+            asked.append(needed)
+        on_begun(self, layer, needed, missing, slots)
+
+    monkeypatch.setattr(Engine, "_on_plan", plan)
+    monkeypatch.setattr(Engine, "_on_begun", begun)
     tokens = evaluated_tokens(128, 6)
     with open_engine(read_index(tiny), 2), llama.Model(tiny) as loaded:
         with llama.Context(loaded) as context:

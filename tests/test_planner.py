@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhaul.planner import Plan, plan
+from longhaul.planner import Plan, nominees, plan
 from longhaul.policy import POLICIES
 from longhaul.residency import Residency
 
@@ -158,6 +158,44 @@ def test_tables_stay_consistent_over_a_run(policy: str, ubatches: list[set[int]]
             last_use[residency.slot_of[expert]] = clock
             n_uses[residency.slot_of[expert]] += 1
         check_consistent(residency)
+
+
+@pytest.mark.parametrize(
+    "policy", [name for name in sorted(POLICIES) if POLICIES[name]([0], [0]).keeps_order]
+)
+@given(cases(), st.lists(st.integers(0, 11), max_size=4), st.integers(0, 12))
+def test_nominees_are_what_is_planned_as_long_as_none_was_used(
+    policy: str, case: Case, used: list[int], n: int
+) -> None:
+    last_use, n_uses = list(case.last_use), [0] * case.n_slots
+    residency = Residency(
+        [-1] * case.n_expert, [-1] * case.n_slots, last_use, POLICIES[policy], n_uses
+    )
+    residency.apply(Plan(tuple(case.resident.items()), ()))
+    before = state(residency)
+    named = nominees(residency, n)
+    assert state(residency) == before
+    assert len(set(named)) == len(named) <= n
+    for clock, slot in enumerate(used, max(last_use, default=0) + 1):
+        if slot < case.n_slots and residency.expert_of[slot] >= 0:
+            last_use[slot] = clock
+            n_uses[slot] += 1
+            if slot in named:
+                del named[named.index(slot) :]
+    protected = {case.resident[expert] for expert in case.needed if expert in case.resident}
+    chosen = [slot for slot in named if slot not in protected][: len(case.missing)]
+    if len(chosen) == len(case.missing):
+        step = plan(residency, case.needed, case.missing)
+        assert chosen == [slot for _, slot in step.loads]
+
+
+def test_enough_are_nominated_for_what_a_token_may_miss() -> None:
+    residency = Residency([-1] * 12, [-1] * 6, [0] * 6, POLICIES["lru"])
+    residency.apply(Plan(((0, 0), (1, 1), (2, 2), (3, 3)), ()))
+    assert nominees(residency, 4) == [4, 5, 0, 1]
+    assert nominees(residency, 99) == [4, 5, 0, 1, 2, 3]
+    residency.set_limit(5)
+    assert nominees(residency, 4) == [4, 0, 1, 2]  # as `plan` does, within the limit
 
 
 def test_more_experts_than_slots_are_refused() -> None:

@@ -27,6 +27,8 @@ every_table = pytest.mark.parametrize("table", [garbage, native_garbage])
 class Recorder:
     """A policy that writes down what it is told."""
 
+    keeps_order = True
+
     def __init__(self, last_use: Sequence[int], n_uses: Sequence[int]) -> None:
         self.last_use, self.n_uses = last_use, n_uses
         self.told: list[tuple[str, int, int]] = []
@@ -74,6 +76,19 @@ def test_evict_takes_victims_out_of_both_tables(table: Table) -> None:
     made.apply(plan)
     assert list(made.slot_of) == [2, -1, -1, -1, 0, 1]
     assert list(made.expert_of) == [4, 5, 0]
+    assert made.free == []
+
+
+@every_table
+def test_slots_that_native_code_has_emptied_are_free_and_leave_the_policy(table: Table) -> None:
+    made = residency(table)
+    made.apply(Plan(loads=((4, 0), (1, 2)), victims=()))
+    made.slot_of[1] = made.expert_of[2] = -1
+    assert made.give_way([2, 1]) == (2,)
+    assert made.free == [1, 2]
+    assert made.policy.victims(1, ()) == [0]
+    made.apply(Plan(loads=((0, 2), (5, 1)), victims=(2,)))
+    assert list(made.slot_of) == [2, -1, -1, -1, 0, 1]
     assert made.free == []
 
 

@@ -187,16 +187,20 @@ typedef struct lh_request {
     const int32_t * missing; // [n_missing]  those of the needed that no slot holds
 } lh_request;
 
-// Plan a layer that misses something. Called on the computing thread. LH_STATUS_OK promises that lh_stream_load or
-// lh_stream_set_stages was called. Anything else fails the ubatch.
+// Plan a layer that misses something, and has not enough nominees for it. Called on the computing thread. LH_STATUS_OK promises that
+// lh_stream_load or lh_stream_set_stages was called. Anything else fails the ubatch.
 typedef lh_status (*lh_plan_fn)(void * user_data, const lh_request * request);
+// What a layer misses is being read, and it has no more than two stages: a time to plan what comes. Called on the computing thread.
+// slots [n_missing]: where it is read to, if these were nominees; what they held has left the slot table. Else NULL. Anything but
+// LH_STATUS_OK fails the ubatch.
+typedef lh_status (*lh_begun_fn)(void * user_data, const lh_request * request, const int32_t * slots);
 // A layer's ubatch is about to be computed, and all of its reads are under way: lh_stream_load_ahead may be called for this
 // layer, which comes next. Asked only where it has free slots, and more rows are routed than there are experts. Anything but
 // LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_ahead_fn)(void * user_data, int32_t layer_index, int64_t n_selected);
 // What lh_stream_load, lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch failed
-// before that, will not be: is_read is false, and the slots hold anything. Told at the end of the ubatch, or, of what was loaded
-// ahead, before the layer's plan is asked for. Anything but LH_STATUS_OK fails the ubatch.
+// before that, will not be: is_read is false, and the slots hold anything. Told while a later layer is being read, or at the end of the
+// ubatch; of what was loaded ahead, before the layer's plan is asked for. Anything but LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_complete_fn)(void * user_data, int32_t layer_index, bool is_read);
 // The running ubatch fails with this status, and lh_last_error() says why. Called on the computing thread, once a ubatch.
 typedef void (*lh_failure_fn)(void * user_data, lh_status status);
@@ -211,6 +215,7 @@ typedef struct lh_stream_params {
     lh_read_pool *         pool;       // must outlive the stream
     lh_live *              live;       // must outlive the stream; lh_live_bytes of it
     lh_plan_fn             on_plan;
+    lh_begun_fn            on_begun;
     lh_ahead_fn            on_ahead;
     lh_complete_fn         on_complete;
     lh_reset_fn            on_reset;
@@ -297,6 +302,11 @@ LH_API lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const l
 // Start to read experts into free slots of a layer; on_complete says when they are there, before the layer's plan is asked for.
 // To be called from on_ahead.
 LH_API lh_status lh_stream_load_ahead(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
+
+// Name the slots that what a layer misses next is read to without asking, in this order: free ones, or those whose expert may leave.
+// Slots of what is needed at that time are passed over. The list is forgotten when it is used, and from the first slot on that a
+// ubatch uses before, or that holds another expert by then. To be called from a callback, or while paused.
+LH_API lh_status lh_stream_nominate(lh_stream * stream, int32_t layer_index, const int32_t * slots, int32_t n_slots);
 
 typedef struct lh_place {
     int32_t stage; // 0 .. n_stages of the request

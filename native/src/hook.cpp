@@ -343,7 +343,8 @@ int64_t lh_live_bytes(const lh_layer_shape * shapes, int32_t n_layers) {
 lh_status lh_stream_init(const lh_stream_params * params, lh_stream ** stream) {
     return lh::guarded([&] {
         if (!params->path_model || params->n_layers < 1 || params->n_ubatch < 0 || !params->pool || !params->live ||
-            !params->on_plan || !params->on_ahead || !params->on_complete || !params->on_reset || !params->on_failure) {
+            !params->on_plan || !params->on_begun || !params->on_ahead || !params->on_complete || !params->on_reset ||
+            !params->on_failure) {
             throw lh::error(LH_STATUS_INVALID_ARGUMENT, "a stream needs a model, layers, a pool, memory and callbacks");
         }
         *stream = new lh_stream(*params);
@@ -446,6 +447,10 @@ lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const lh_load 
 
 lh_status lh_stream_set_stages(lh_stream * stream, int32_t layer_index, const lh_place * places, int32_t n_places) {
     return lh::guarded([&] { stream->set_stages(layer_index, places, n_places); });
+}
+
+lh_status lh_stream_nominate(lh_stream * stream, int32_t layer_index, const int32_t * slots, int32_t n_slots) {
+    return lh::guarded([&] { stream->nominate(layer_index, slots, n_slots); });
 }
 
 lh_status lh_stream_load_ahead(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads) {

@@ -85,6 +85,25 @@ static int64_t give_back_pages(uint8_t * memory, int64_t size) {
     return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0 ? last - first : 0;
 }
 
+// The pieces of a slice that is read from offset to be repacked. Most are cut between rows that are interleaved, so that each can be
+// repacked as soon as it is there.
+static std::vector<piece> split_rows(int64_t offset, int64_t slice_bytes, int64_t row_bytes, int64_t chunk_bytes) {
+    const int64_t unit_bytes = repack_rows * row_bytes;
+    if (unit_bytes > chunk_bytes) {
+        return split_file_range(offset, slice_bytes, chunk_bytes);
+    }
+    const int64_t      n_units  = (slice_bytes + unit_bytes - 1) / unit_bytes;
+    const int64_t      n_most   = chunk_bytes / unit_bytes;
+    const int64_t      n_pieces = (n_units + n_most - 1) / n_most;
+    std::vector<piece> pieces;
+    for (int64_t i = 0; i < n_pieces; i++) {
+        const int64_t first = n_units * i / n_pieces * unit_bytes;
+        const int64_t last  = std::min(n_units * (i + 1) / n_pieces * unit_bytes, slice_bytes);
+        pieces.push_back({ first, last - first });
+    }
+    return pieces;
+}
+
 // Rows of one slot, which lie in it as in the file, into the CPU's repacked layout. Rows that are interleaved take up the same
 // bytes before and after, so a copy of a few of them is enough.
 static void repack_rows_of_slot(const ggml_tensor * slots, int64_t slot_offset, int64_t row_first, int64_t row_last) {
@@ -136,6 +155,7 @@ lh_stream::lh_stream(const lh_stream_params & params) :
     live(params.live),
     pool(params.pool),
     on_plan(params.on_plan),
+    on_begun(params.on_begun),
     on_ahead(params.on_ahead),
     on_complete(params.on_complete),
     on_reset(params.on_reset),
@@ -197,6 +217,7 @@ void lh_stream::reset_tables() {
         layer.is_on_device   = false;
         layer.is_quiet       = true;
         layer.order.clear();
+        layer.nominees.clear();
         layer.tier_of.assign(layer.n_tier, -1);
     }
     empty_tables();
@@ -542,7 +563,9 @@ void lh_stream::drop(lh::stream_layer & layer) {
         batches.push_back(layer.ahead.get());
     }
     pool->cancel(batches);
-    if (layer.plan.is_active && layer.plan.has_loads) {
+    const bool has_loads  = layer.plan.is_active && layer.plan.has_loads;
+    const bool is_changed = has_loads || layer.ahead || layer.is_untold;
+    if (has_loads) {
         for (const lh_place & load : layer.plan.loads) {
             layer.leave_tier(lh::load_of(load));
         }
@@ -554,8 +577,11 @@ void lh_stream::drop(lh::stream_layer & layer) {
     }
     layer.plan.is_active    = false;
     layer.plan.is_completed = false;
+    layer.is_untold         = false;
     layer.ahead.reset();
-    on_complete(user_data, layer.index, false);
+    if (is_changed) {
+        on_complete(user_data, layer.index, false);
+    }
 }
 
 // Enters what a layer has read.
@@ -570,9 +596,17 @@ void lh_stream::settle(lh::stream_layer & layer) {
     stamp(layer);
 }
 
+void lh_stream::settle_completed() {
+    for (lh::stream_layer & layer : layers) {
+        if (layer.plan.is_completed) {
+            settle(layer);
+        }
+    }
+}
+
 bool lh_stream::end() {
     for (lh::stream_layer & layer : layers) {
-        if (layer.plan.is_active || layer.ahead) {
+        if (layer.plan.is_active || layer.ahead || layer.is_untold) {
             drop(layer);
         } else if (layer.plan.is_completed) {
             const lh_status status = lh::guarded([&] { settle(layer); });
@@ -631,21 +665,35 @@ uint32_t lh_stream::n_stage_nodes(uint32_t n_tokens) const {
 
 void lh_stream::add_load(lh::stream_layer & layer, const lh::expert_tensor & tensor, const lh_load & load,
                          lh::read_batch & batch, std::vector<lh::read_chunk> & chunks) {
-    ggml_tensor *    slots       = tensor.slots;
-    const int64_t    file_offset = tensor.offset + load.expert * tensor.slice_bytes;
-    const int64_t    slot_offset = load.slot * tensor.slice_bytes;
-    lh::read_group * group       = nullptr;
+    ggml_tensor *          slots       = tensor.slots;
+    const int64_t          file_offset = tensor.offset + load.expert * tensor.slice_bytes;
+    const int64_t          slot_offset = load.slot * tensor.slice_bytes;
+    const int64_t          row_bytes   = slots->nb[1];
+    lh::read_group *       group       = nullptr;
+    std::vector<lh::piece> pieces;
     if (tensor.kind == lh::slot_kind::repacked) {
-        const int64_t n_units = (slots->ne[1] + lh::repack_rows - 1) / lh::repack_rows;
-        const int64_t n_parts =
-            std::min(n_units, lh::round_up(tensor.slice_bytes, lh::repack_part_bytes) / lh::repack_part_bytes);
-        group            = &batch.groups.emplace_back();
-        group->n_parts   = static_cast<int32_t>(n_parts);
-        group->follow_up = [=](int32_t part) {
-            const int64_t first = part * n_units / n_parts * lh::repack_rows;
-            const int64_t last  = std::min((part + 1) * n_units / n_parts * lh::repack_rows, slots->ne[1]);
-            lh::repack_rows_of_slot(slots, slot_offset, first, last);
+        pieces = lh::split_rows(file_offset, tensor.slice_bytes, row_bytes, pool->chunk_bytes);
+    } else {
+        pieces = lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes);
+    }
+    const auto repack = [&](int64_t offset, int64_t size) { // once all of it has been read
+        const int64_t first   = offset / row_bytes;
+        const int64_t n_rows  = size / row_bytes;
+        const int64_t n_units = (n_rows + lh::repack_rows - 1) / lh::repack_rows;
+        const int64_t n_parts = std::min(n_units, lh::round_up(size, lh::repack_part_bytes) / lh::repack_part_bytes);
+        group                 = &batch.groups.emplace_back();
+        group->n_parts        = static_cast<int32_t>(n_parts);
+        group->follow_up      = [=](int32_t part) {
+            const int64_t part_first = part * n_units / n_parts * lh::repack_rows;
+            const int64_t part_last  = std::min((part + 1) * n_units / n_parts * lh::repack_rows, n_rows);
+            lh::repack_rows_of_slot(slots, slot_offset, first + part_first, first + part_last);
         };
+    };
+    const bool is_cut_at_rows = std::all_of(pieces.begin(), pieces.end(), [&](const lh::piece & piece) {
+        return piece.offset % (lh::repack_rows * row_bytes) == 0;
+    });
+    if (tensor.kind == lh::slot_kind::repacked && !is_cut_at_rows) {
+        repack(0, tensor.slice_bytes);
     }
     const auto tier_slot = [&](int32_t slot) {
         return slot < layer.n_locked ? tensor.locked + slot * tensor.slice_bytes
@@ -659,7 +707,10 @@ void lh_stream::add_load(lh::stream_layer & layer, const lh::expert_tensor & ten
         }
     }
     uint8_t * other = load.swap_slot >= 0 ? tier_slot(load.swap_slot) : nullptr;
-    for (const lh::piece & piece : lh::split_file_range(file_offset, tensor.slice_bytes, pool->chunk_bytes)) {
+    for (const lh::piece & piece : pieces) {
+        if (tensor.kind == lh::slot_kind::repacked && is_cut_at_rows) {
+            repack(piece.offset, piece.size);
+        }
         lh::read_chunk chunk = { tensor.file, file_offset + piece.offset, piece.size, nullptr, {}, group };
         if (tensor.kind == lh::slot_kind::device) {
             chunk.sink = [slots, offset = slot_offset + piece.offset, n = piece.size](const uint8_t * data) {

@@ -52,6 +52,12 @@ struct stage_reads {
     read_batch batch;
 };
 
+// A slot that the next miss may take, as long as it holds what it held.
+struct nominee {
+    int32_t slot;
+    int32_t expert; // -1: none
+};
+
 // The stages of a layer in the running ubatch.
 struct stage_plan {
     bool                   is_active    = false;
@@ -121,6 +127,8 @@ struct stream_layer {
     stage_plan                  plan;
     std::unique_ptr<read_batch> ahead;        // reads that were started before the router spoke
     std::vector<lh_load>        ahead_loads;
+    std::vector<nominee>        nominees;     // the first to be taken first
+    bool                        is_untold = false; // experts have left the table, which on_begun has not heard of
 
     void enter_tier(const lh_load & load);
     void leave_tier(const lh_load & load);
@@ -132,6 +140,7 @@ struct stream_layer {
     std::vector<int32_t> seen_slot;
     std::vector<int32_t> needed;
     std::vector<int32_t> missing;
+    std::vector<int32_t> taken; // [missing] slots of nominees
 };
 
 } // namespace lh
@@ -170,6 +179,7 @@ struct lh_stream {
     void                load(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     void                load_ahead(int32_t layer_index, const lh_load * loads, int32_t n_loads);
     void                set_stages(int32_t layer_index, const lh_place * places, int32_t n_places);
+    void                nominate(int32_t layer_index, const int32_t * slots, int32_t n_slots);
 
     uint32_t n_ubatch(uint32_t wanted) const { return std::min(wanted, n_ubatch_most); }
     // Stages of a product that selects n_selected experts, repeats included.
@@ -201,6 +211,10 @@ struct lh_stream {
     void reset_tables();
     void collect(lh::stream_layer & layer, const ggml_tensor * ids);
     void request_plan(lh::stream_layer & layer);
+    bool take_nominees(lh::stream_layer & layer);
+    void begin_loads(lh::stream_layer & layer);
+    void report_begun(lh::stream_layer & layer, bool is_taken);
+    void settle_completed();
     void begin_layer(lh::stream_layer & layer, const ggml_tensor * ids);
     void begin_plan(lh::stream_layer & layer);
     void begin_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage);
@@ -229,6 +243,7 @@ struct lh_stream {
 
     lh_read_pool * pool;
     lh_plan_fn     on_plan;
+    lh_begun_fn    on_begun;
     lh_ahead_fn    on_ahead;
     lh_complete_fn on_complete;
     lh_reset_fn    on_reset;

@@ -53,8 +53,8 @@ void lh_stream::collect(lh::stream_layer & layer, const ggml_tensor * ids) {
     live->counters[phase].n_misses += static_cast<int64_t>(layer.missing.size());
 }
 
-void lh_stream::request_plan(lh::stream_layer & layer) {
-    const lh_request request = {
+static lh_request request_of(const lh::stream_layer & layer) {
+    return {
         layer.index,
         layer.plan.n_stages,
         static_cast<int32_t>(layer.needed.size()),
@@ -62,9 +62,11 @@ void lh_stream::request_plan(lh::stream_layer & layer) {
         layer.needed.data(),
         layer.missing.data(),
     };
-    const int64_t   start_us = lh::now_us();
-    const lh_status status   = on_plan(user_data, &request);
-    live->counters[phase].plan_us += lh::now_us() - start_us;
+}
+
+void lh_stream::request_plan(lh::stream_layer & layer) {
+    const lh_request request = request_of(layer);
+    const lh_status  status  = on_plan(user_data, &request);
     if (status != LH_STATUS_OK) {
         throw lh::error(status, "layer " + std::to_string(layer.layer) + ": no plan");
     }
@@ -73,12 +75,76 @@ void lh_stream::request_plan(lh::stream_layer & layer) {
     }
 }
 
+// Gives what is missing the slots that were named for it, so that reading begins before anything is planned; false: they do not
+// suffice, and nothing was changed.
+bool lh_stream::take_nominees(lh::stream_layer & layer) {
+    const lh_slot_table & table = layer.table;
+    layer.taken.clear();
+    for (const lh::nominee & nominee : layer.nominees) {
+        if (table.expert_of[nominee.slot] != nominee.expert || layer.taken.size() == layer.missing.size()) {
+            break;
+        }
+        if (nominee.expert < 0 || layer.seen[nominee.expert] != n_collected) {
+            layer.taken.push_back(nominee.slot);
+        }
+    }
+    layer.nominees.clear();
+    if (layer.plan.n_stages > 2 || layer.taken.size() < layer.missing.size()) {
+        return false;
+    }
+    layer.is_untold = true;
+    std::vector<lh_load> loads;
+    for (size_t i = 0; i < layer.taken.size(); i++) {
+        const int32_t slot = layer.taken[i];
+        if (table.expert_of[slot] >= 0) {
+            table.slot_of[table.expert_of[slot]] = -1;
+            table.expert_of[slot]                = -1;
+            live->counters[phase].n_evictions++;
+        }
+        loads.push_back({ layer.missing[i], slot, -1, false, -1 });
+    }
+    load(layer.index, loads.data(), static_cast<int32_t>(loads.size()));
+    return true;
+}
+
+void lh_stream::report_begun(lh::stream_layer & layer, bool is_taken) {
+    const lh_request request = request_of(layer);
+    const lh_status  status  = on_begun(user_data, &request, is_taken ? layer.taken.data() : nullptr);
+    if (status != LH_STATUS_OK) {
+        throw lh::error(status, "layer " + std::to_string(layer.layer) + ": what is being read is not known");
+    }
+    layer.is_untold = false;
+}
+
+// Has what a layer misses read. What can be planned later is planned once reads are under way.
+void lh_stream::begin_loads(lh::stream_layer & layer) {
+    crew.hold();
+    const int64_t start_us = lh::now_us();
+    const bool    is_taken = take_nominees(layer);
+    if (!is_taken) {
+        request_plan(layer);
+    }
+    const int64_t planned_us = lh::now_us();
+    submit_ahead(layer);
+    const int64_t submitted_us = lh::now_us();
+    if (layer.plan.n_stages <= 2) {
+        settle_completed();
+        report_begun(layer, is_taken);
+    }
+    const int64_t end_us = lh::now_us();
+    live->counters[phase].plan_us += planned_us - start_us + end_us - submitted_us;
+    live->counters[phase].wait_us += end_us - start_us;
+}
+
 void lh_stream::stamp(lh::stream_layer & layer) {
     for (int32_t expert : layer.needed) {
         const int32_t slot = layer.table.slot_of[expert];
         if (slot >= 0) {
             layer.table.last_use[slot] = ++clock;
             layer.table.n_uses[slot]++;
+            const auto used = std::find_if(layer.nominees.begin(), layer.nominees.end(),
+                                           [&](const lh::nominee & nominee) { return nominee.slot == slot; });
+            layer.nominees.erase(used, layer.nominees.end());
         }
     }
 }
@@ -234,11 +300,7 @@ void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
     }
     layer.plan.n_stages = n_stages_for(layer, ids->ne[0] * ids->ne[1]);
     if (!layer.missing.empty()) {
-        crew.hold();
-        const int64_t start_us = lh::now_us();
-        request_plan(layer);
-        submit_ahead(layer);
-        live->counters[phase].wait_us += lh::now_us() - start_us;
+        begin_loads(layer);
         return;
     }
     begin_plan(layer);
@@ -367,6 +429,25 @@ void lh_stream::load(int32_t layer_index, const lh_load * loads, int32_t n_loads
     set_stages(layer_index, places.data(), static_cast<int32_t>(places.size()));
 }
 
+void lh_stream::nominate(int32_t layer_index, const int32_t * slots, int32_t n_slots) {
+    lh::stream_layer &       layer = layer_at(layer_index);
+    std::vector<lh::nominee> nominees;
+    std::vector<bool>        is_named(layer.n_slots, false);
+    for (int32_t i = 0; i < n_slots; i++) {
+        if (slots[i] < 0 || slots[i] >= layer.n_slots || is_named[slots[i]]) {
+            throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) + ": no slot " +
+                                                            std::to_string(slots[i]) + ", or it is nominated twice");
+        }
+        is_named[slots[i]] = true;
+        nominees.push_back({ slots[i], layer.table.expert_of[slots[i]] });
+    }
+    if (layer.n_tier > 0 && n_slots > 0) {
+        throw lh::error(LH_STATUS_INVALID_ARGUMENT, "layer " + std::to_string(layer.layer) +
+                                                        ": what is read goes to the tier as well, which takes a plan");
+    }
+    layer.nominees = std::move(nominees);
+}
+
 void lh_stream::submit_stage(lh::stream_layer & layer, int32_t tensor, int32_t stage) {
     lh::stage_plan &            plan  = layer.plan;
     lh::stage_reads &           reads = plan.reads[tensor][stage];
@@ -400,7 +481,7 @@ bool lh_stream::submit_ahead(lh::stream_layer & layer) {
     return is_all;
 }
 
-// What a layer has read is told at the end of the ubatch, since nobody asks before: planning then has the processor to itself.
+// What a layer has read is told while a later one is being read, or at the end of the ubatch, since nobody asks before.
 void lh_stream::complete(lh::stream_layer & layer) {
     layer.plan.is_active    = false;
     layer.plan.is_completed = true;
