@@ -8,7 +8,12 @@ The limit is a memory cgroup (page cache counts) of what the streaming run was p
 Runs alternate, each in a process of its own with a cold page cache; figures are medians. One more
 streaming run without repacking has to give the same logits as the mmap run.
 
-The rate at which a streaming run read is held against fio's on the same file, if fio is installed.
+If fio is installed, it reads the same file with the same block size and depth right before and
+after each streaming run: its rate is held against the run's, and is the disk's rate for a second
+roofline. The first one, "own", is by the rate at which the run itself read, which is the higher bar
+where that is more than fio's: slices of an expert are read one behind the other, fio's blocks are
+anywhere.
+
 Other programs take part with --other NAME=COMMAND, run under the same limit; {model}, {n_gen} and
 {slots} are filled in, and the last line they print is a JSON object with their seconds as "tg_s".
 """
@@ -62,6 +67,13 @@ def fio_rate(model: Path, n_jobs: int) -> float:
     command += " --group_reporting --output-format=json"
     done = subprocess.run(shlex.split(command), check=True, capture_output=True, text=True)
     return float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
+
+
+def roofline_ratio(found: Run, phase: str, disk_bytes_per_s: float) -> float:
+    """Return time taken per time that cannot be avoided with a disk of that rate."""
+    compute_s = found[f"{phase}_compute_s"]
+    read_s = found[f"{phase}_read_bytes"] / disk_bytes_per_s
+    return float(compute_s / max(compute_s - found[f"{phase}_wait_s"], read_s))
 
 
 def run_other(args: argparse.Namespace, limit_bytes: int, command: str) -> Run:
@@ -119,10 +131,10 @@ def print_table(args: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
     """Print a markdown table of all variants; counters are of the decode if there is one."""
     phase = "tg" if args.n_gen else "pp"
     print(
-        "| run | pp tok/s | tg tok/s | hit rate | MiB/token | waiting | x roofline | MiB/s read"
-        " | page cache + MiB | peak RSS MiB |"
+        "| run | pp tok/s | tg tok/s | hit rate | MiB/token | waiting | x roofline, own | by fio"
+        " | MiB/s read | fio | page cache + MiB | peak RSS MiB |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name, found in runs.items():
         pp = rate(found, args.n_prompt, "pp_s") if "pp_s" in found[0] else "-"
         cells = [name, pp, rate(found, args.n_gen, "tg_s")]
@@ -136,7 +148,9 @@ def print_table(args: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
         cells.append(median(f"{phase}_read_bytes_per_token", ".1f", MIB))
         cells.append(median(f"{phase}_wait_share", ".0%"))
         cells.append(median(f"{phase}_roofline_ratio", ".2f"))
+        cells.append(median("fio_roofline_ratio", ".2f"))
         cells.append(median(f"{phase}_read_bytes_per_s", ".0f", MIB))
+        cells.append(median("fio_bytes_per_s", ".0f", MIB))
         cells.append(median("page_cache_growth_bytes", ".0f", MIB))
         cells.append(median("peak_rss_bytes", ".0f", MIB))
         print("| " + " | ".join(cells) + " |")
@@ -172,12 +186,18 @@ def main() -> None:
         variants["resident, raw"] = (0, ["--no-mmap"], None)
     others = dict(other.split("=", 1) for other in args.other)
     runs: dict[str, list[Run]] = {name: [] for name in [*variants, *others]}
-    fio = []
+    has_fio = shutil.which("fio") is not None
+    phase = "tg" if args.n_gen else "pp"
     for _ in range(args.repetitions):
-        if shutil.which("fio"):
-            fio.append(fio_rate(args.model, Config().n_io_threads))
         for name, (limit, options, lib_dir) in variants.items():
+            is_streaming = has_fio and "--slots" in options
+            fio = [fio_rate(args.model, Config().n_io_threads)] if is_streaming else []
             runs[name].append(run(args, limit, options, lib_dir))
+            if fio:
+                fio.append(fio_rate(args.model, Config().n_io_threads))
+                found = runs[name][-1]
+                found["fio_bytes_per_s"] = statistics.mean(fio)
+                found["fio_roofline_ratio"] = roofline_ratio(found, phase, statistics.mean(fio))
         for name, command in list(others.items()):
             try:
                 runs[name].append(run_other(args, limit_bytes, command))
@@ -188,12 +208,6 @@ def main() -> None:
     if exact["digest"] != runs["mmap, unpatched"][0]["digest"]:
         raise SystemExit("the logits of the streamed and of the mmap run differ")
     print_table(args, runs)
-    if fio:
-        rates = sorted(rate / MIB for rate in fio)
-        print(
-            f"fio, {Config().n_io_threads} jobs, blocks of the same mean size:"
-            f" {statistics.median(rates):.0f} MiB/s ({rates[0]:.0f} to {rates[-1]:.0f})"
-        )
     print(f"logits of {args.n_prompt + args.n_gen} tokens equal the mmap run's, repacking off")
 
 
