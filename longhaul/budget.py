@@ -6,7 +6,7 @@ Pure: reads no model and loads nothing; the only files it looks at are the kerne
 import heapq
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -62,12 +62,38 @@ def plan_slots(
     does not fit. So more budget never takes a slot from any layer. Raises BudgetError below the
     least.
     """
+    costs = [{"": layer.expert_bytes} for layer in layers]
+    return share_slots(layers, costs, {"": budget_bytes}, least, budget_bytes)
+
+
+def share_slots(
+    layers: Sequence[MoeLayer],
+    costs: Sequence[Mapping[str, int]],
+    rooms: Mapping[str, int],
+    least: Least,
+    total_bytes: int | None = None,
+) -> tuple[int, ...]:
+    """Share rooms among the layers that have experts there: about the same fraction for each.
+
+    `costs` are the bytes that a slot of each layer takes of each pool, `rooms` those of the pools.
+
+    From the least on, slots go one by one to the layer with the smallest fraction. Once the next
+    one does not fit in a pool, the layers there stay as they are. With a total, all pools together
+    take no more than that. Raises BudgetError if a total is below the least.
+    """
     n_slots = [least(layer) for layer in layers]
-    left_bytes = budget_bytes - slots_bytes(layers, n_slots)
-    if left_bytes < 0:
+    left = dict(rooms)
+    for cost, count in zip(costs, n_slots, strict=True):
+        for pool, slice_bytes in cost.items():
+            left[pool] -= count * slice_bytes
+    taken_bytes = sum(
+        count * sum(cost.values()) for cost, count in zip(costs, n_slots, strict=True)
+    )
+    total_left = None if total_bytes is None else total_bytes - taken_bytes
+    if total_left is not None and total_left < 0:
         raise BudgetError(
-            f"a cache of {gib_down(budget_bytes)} GiB is below the least that this model can run"
-            f" with; give {gib_up(budget_bytes - left_bytes)} GiB or more"
+            f"a cache of {gib_down(taken_bytes + total_left)} GiB is below the least that this"
+            f" model can run with; give {gib_up(taken_bytes)} GiB or more"
         )
     queue = [
         (n_slots[i] / layer.n_expert, i)
@@ -75,11 +101,19 @@ def plan_slots(
         if n_slots[i] < layer.n_expert
     ]
     heapq.heapify(queue)
+    full: set[str] = set()
     while queue:
         _, i = heapq.heappop(queue)
-        left_bytes -= layers[i].expert_bytes
-        if left_bytes < 0:
-            break
+        short = {pool for pool, slice_bytes in costs[i].items() if slice_bytes > left[pool]}
+        if short or full.intersection(costs[i]):
+            full |= short
+            continue
+        if total_left is not None:
+            total_left -= sum(costs[i].values())
+            if total_left < 0:
+                break
+        for pool, slice_bytes in costs[i].items():
+            left[pool] -= slice_bytes
         n_slots[i] += 1
         if n_slots[i] < layers[i].n_expert:
             heapq.heappush(queue, (n_slots[i] / layers[i].n_expert, i))

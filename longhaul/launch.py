@@ -21,6 +21,7 @@ from .budget import (
     one_slot,
     plan_memory,
     plan_slots,
+    share_slots,
     slots_bytes,
     token_slots,
 )
@@ -35,7 +36,6 @@ from .pools import (
     later_bytes,
     make_pools,
     ram_plan,
-    share_slots,
     with_slots,
     with_stage_buffers,
 )

@@ -4,7 +4,6 @@ A pool is memory that is limited by itself. A device whose memory is the host's 
 of RAM, so that nothing is counted twice.
 """
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -290,56 +289,6 @@ def with_stage_buffers(placement: Placement, model: MoeModel, n_ubatch: int) -> 
         for device in placement.devices
     )
     return replace(placement, devices=devices)
-
-
-def share_slots(
-    layers: Sequence[MoeLayer],
-    costs: Sequence[Mapping[str, int]],
-    rooms: Mapping[str, int],
-    least: Least,
-    total_bytes: int | None = None,
-) -> tuple[int, ...]:
-    """Share rooms among the layers that have experts there: about the same fraction for each.
-
-    From the least on, slots go one by one to the layer with the smallest fraction. Once the next
-    one does not fit in a pool, the layers there stay as they are. With a total, all pools together
-    take no more than that. Raises BudgetError if a total is below the least.
-    """
-    n_slots = [least(layer) for layer in layers]
-    left = dict(rooms)
-    for cost, count in zip(costs, n_slots, strict=True):
-        for pool, slice_bytes in cost.items():
-            left[pool] -= count * slice_bytes
-    taken_bytes = sum(_times(costs, n_slots))
-    total_left = None if total_bytes is None else total_bytes - taken_bytes
-    if total_left is not None and total_left < 0:
-        raise BudgetError(
-            f"a cache of {gib_down(taken_bytes + total_left)} GiB is below the least that this"
-            f" model can run with; give {gib_up(taken_bytes)} GiB or more"
-        )
-    queue = [
-        (n_slots[i] / layer.n_expert, i)
-        for i, layer in enumerate(layers)
-        if n_slots[i] < layer.n_expert
-    ]
-    heapq.heapify(queue)
-    full: set[str] = set()
-    while queue:
-        _, i = heapq.heappop(queue)
-        short = {pool for pool, slice_bytes in costs[i].items() if slice_bytes > left[pool]}
-        if short or full.intersection(costs[i]):
-            full |= short
-            continue
-        if total_left is not None:
-            total_left -= sum(costs[i].values())
-            if total_left < 0:
-                break
-        for pool, slice_bytes in costs[i].items():
-            left[pool] -= slice_bytes
-        n_slots[i] += 1
-        if n_slots[i] < layers[i].n_expert:
-            heapq.heappush(queue, (n_slots[i] / layers[i].n_expert, i))
-    return tuple(n_slots)
 
 
 def with_slots(

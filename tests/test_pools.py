@@ -10,12 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhaul import advise, launch
-from longhaul.budget import GIB, MIB, PROCESS_BYTES, MemoryLimit, RunSizes, one_slot, plan_slots
+from longhaul.budget import (
+    GIB,
+    MIB,
+    PROCESS_BYTES,
+    MemoryLimit,
+    RunSizes,
+    one_slot,
+    plan_slots,
+    share_slots,
+)
 from longhaul.config import Config
 from longhaul.errors import BudgetError, ConfigError
 from longhaul.experts import ExpertTensor, MoeLayer, MoeModel
 from longhaul.launch import LEAST_CONTEXT, RunPlan, cut_placed_context, plan_run
-from longhaul.pools import CPU, DeviceMemory, Placement, share_slots
+from longhaul.pools import CPU, DeviceMemory, Placement
 
 GPU = "Vulkan0"
 SIZES = RunSizes(n_ctx=512, n_ubatch=512, read_buffer_bytes=0)
