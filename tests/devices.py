@@ -58,6 +58,24 @@ def devices(count: int) -> Iterator[tuple[str, ...]]:
             forget_workers()
 
 
+def skips_rows(device: str) -> bool:
+    """Ask ggml whether the worker of a device passes over rows of other stages."""
+    base, registry = (ctypes.CDLL(str(lib_path(name))) for name in ("ggml-base", "ggml"))
+    handle = ctypes.c_void_p
+    registry.ggml_backend_dev_by_name.restype = handle
+    registry.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    base.ggml_backend_dev_backend_reg.restype = handle
+    base.ggml_backend_dev_backend_reg.argtypes = [handle]
+    base.ggml_backend_reg_get_proc_address.restype = handle
+    base.ggml_backend_reg_get_proc_address.argtypes = [handle, ctypes.c_char_p]
+    found = registry.ggml_backend_dev_by_name(device.encode())
+    name = b"ggml_backend_rpc_dev_skips_rows"
+    function = base.ggml_backend_reg_get_proc_address(
+        base.ggml_backend_dev_backend_reg(found), name
+    )
+    return bool(ctypes.CFUNCTYPE(ctypes.c_bool, handle)(function)(found))
+
+
 def forget_workers() -> None:
     """Have ggml know of no workers any longer: models of other tests would be loaded with them."""
     libraries = (ctypes.CDLL(str(lib_path(name))) for name in ("ggml-base", "ggml", "ggml-rpc"))
@@ -84,11 +102,29 @@ def _shut(*sockets: socket.socket) -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
+def _without_skipping(source: socket.socket) -> bytes:
+    """Receive the worker's greeting: eight bytes of size, three of version, and what it skips."""
+    greeting = bytearray()
+    while len(greeting) < 12:
+        data = source.recv(12 - len(greeting))
+        if not data:
+            break
+        greeting += data
+    greeting[11:12] = b"\0"
+    return bytes(greeting)
+
+
 class Line:
     """A connection to a worker, which can be cut, at once or after so many bytes towards it."""
 
-    def __init__(self, endpoint: str, n_connections: int = 1_000_000) -> None:
-        """Listen; after `n_connections` nobody is let through any longer."""
+    def __init__(
+        self, endpoint: str, n_connections: int = 1_000_000, *, hides_skipping: bool = False
+    ) -> None:
+        """Listen; after `n_connections` nobody is let through any longer.
+
+        With `hides_skipping` the worker seems to be one that computes all rows.
+        """
+        self._hides_skipping = hides_skipping
         host, port = endpoint.split(":")
         self._worker = (host, int(port))
         self._n_left = n_connections
@@ -121,6 +157,8 @@ class Line:
 
     def _pass_on(self, source: socket.socket, target: socket.socket, counts: bool) -> None:
         with suppress(OSError):
+            if self._hides_skipping and not counts:
+                target.sendall(_without_skipping(source))
             while data := source.recv(1 << 16):
                 if counts:
                     self.n_sent += len(data)

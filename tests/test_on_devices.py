@@ -3,12 +3,13 @@
 Streamed logits equal those of the resident run on the same devices: largest difference 0.0.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from devices import devices
+from devices import DEVICE_VARIABLE, Line, devices, forget_workers, skips_rows, worker
 from models import split_gguf, write_tiny_moe
 from streaming import Placement, Recipe, evaluate, largest_difference, stream
 
@@ -47,6 +48,19 @@ def two_devices(libraries: Path) -> Iterator[tuple[str, ...]]:
         yield names
 
 
+@pytest.fixture(scope="module")
+def other_worker(libraries: Path) -> Iterator[str]:
+    """A device that computes all rows of a stage, as other backends than the CPU's do."""
+    if DEVICE_VARIABLE in os.environ:
+        pytest.skip(f"{DEVICE_VARIABLE} is set: no workers are started")
+    with worker() as endpoint, Line(endpoint, hides_skipping=True) as line:
+        (device,) = llama.add_rpc_server(line.endpoint)
+        try:
+            yield device.name
+        finally:
+            forget_workers()
+
+
 def assert_exact(
     path: Path, recipe: Recipe, tier: tuple[int, int] = (0, 0), slots: tuple[int, ...] = ()
 ) -> Stats:
@@ -83,6 +97,23 @@ def test_few_tokens_stream_exactly_into_a_device(
     arch_model: Callable[[str], Path], one_device: tuple[str, ...]
 ) -> None:
     assert_exact(arch_model("gpt-oss"), replace(FEW, placement=Placement(one_device, ALL_LAYERS)))
+
+
+def test_a_worker_says_whether_its_kernels_pass_over_rows(one_device: tuple[str, ...]) -> None:
+    if DEVICE_VARIABLE in os.environ:
+        pytest.skip(f"{DEVICE_VARIABLE} is set: no workers are started")
+    here = [device.name for device in llama.devices() if not device.name.startswith("RPC")]
+    assert skips_rows(one_device[0]) == (here == ["CPU"])
+
+
+@pytest.mark.parametrize("arch", DEVICE_ARCHS)
+@pytest.mark.parametrize("recipe", [FEW, UBATCHES[64]], ids=["few", "many"])
+def test_architecture_streams_exactly_where_all_rows_are_computed(
+    arch: str, recipe: Recipe, arch_model: Callable[[str], Path], other_worker: str
+) -> None:
+    assert not skips_rows(other_worker)
+    placement = Placement((other_worker,), ALL_LAYERS)
+    assert_exact(arch_model(arch), replace(recipe, placement=placement))
 
 
 @pytest.mark.parametrize("n_ubatch", UBATCHES)

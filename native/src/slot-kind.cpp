@@ -41,6 +41,14 @@ slot_kind slot_kind_of(ggml_backend_buffer_type_t buft, const char * tensor_name
                                                 ggml_backend_buft_name(buft) + " (try --no-repack)");
 }
 
+// Whether the worker that a device of ggml's RPC backend belongs to says that it passes over negative ids.
+static bool worker_skips_rows(ggml_backend_dev_t device) {
+    using skips_rows_fn = bool (*)(ggml_backend_dev_t device);
+    void * skips_rows =
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "ggml_backend_rpc_dev_skips_rows");
+    return skips_rows && reinterpret_cast<skips_rows_fn>(skips_rows)(device);
+}
+
 device_traits traits_of(ggml_backend_dev_t device) {
     const char * name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
     const auto   is   = [&](const char * backend) {
@@ -50,6 +58,9 @@ device_traits traits_of(ggml_backend_dev_t device) {
     // up to 8 tokens take a kernel that looks the expert up; with more, each expert looks for its rows
     if (is("Vulkan")) {
         traits.n_tokens_skipping = 9;
+    }
+    if (is("RPC") && worker_skips_rows(device)) {
+        traits.n_tokens_skipping = 1;
     }
     // CUDA counts a slot's rows by tokens, and Metal adds the places where a token names it. Of a worker it is not known: it is
     // taken for a CPU, and whoever plans gives it a slot for each expert of a token.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <random>
 #include <string>
@@ -156,6 +157,12 @@ int main() {
     CHECK(lh::traits_of(&vulkan.device).n_tokens_skipping == 9);
     CHECK(lh::traits_of(&cuda.device).n_tokens_skipping == INT64_MAX);
     CHECK(lh::traits_of(&rpc.device).n_tokens_skipping == INT64_MAX);
+    rpc.reg.iface.get_proc_address = [](ggml_backend_reg_t, const char * name) -> void * {
+        CHECK(std::strcmp(name, "ggml_backend_rpc_dev_skips_rows") == 0);
+        return reinterpret_cast<void *>(+[](ggml_backend_dev_t) { return true; });
+    };
+    CHECK(lh::traits_of(&rpc.device).n_tokens_skipping == 1);
+    rpc.reg.iface.get_proc_address = nullptr;
     for (fake * f : { &vulkan, &cuda, &rpc, &shared }) {
         CHECK(lh::traits_of(&f->device).has_quiet_writes);
     }
