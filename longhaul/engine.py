@@ -8,7 +8,8 @@ The round trip of a miss:
    the planner would choose for what is missing next. The native side takes their victims out of
    the slot table, starts to read, and only then calls `Engine._on_begun` on the computing thread,
    which enters that on this side, and chooses new nominees for layers that have used theirs.
-3. Where there are not enough nominees, it calls `Engine._on_plan` before anything is read. The
+3. Where there are not enough nominees, and always for more than two stages, it calls
+   `Engine._on_plan` before anything is read. The
    planner says which victims leave, which slots the missing experts get and, where the ubatch
    selects more experts than there are slots, in which stage each is computed. It changes nothing.
 4. The victims leave the slot table, since their bytes are about to be overwritten.
@@ -48,6 +49,7 @@ NO_UBATCH_LIMIT = 2**31 - 1
 NOT_IN_TIER = TierLoad(-1, False)
 NOMINATED_AT_ONCE = 4  # layers, in the time that one read takes
 NOMINEES_PER_EXPERT = 2  # of those that a ubatch needs: some will be needed again, or be used
+MOST_NOMINEES = 128  # of a layer: for a few sequences; prompts take their time anyway
 SWITCH_INTERVAL_S = 5e-5  # of Python's threads, while experts stream
 
 _switching_lock = threading.Lock()
@@ -335,15 +337,14 @@ class Engine(Closing):
         return waiting[:NOMINATED_AT_ONCE]
 
     def _nominate(self, layer_index: int) -> None:
-        n = NOMINEES_PER_EXPERT * self._n_needed[layer_index]
+        n = min(NOMINEES_PER_EXPERT * self._n_needed[layer_index], MOST_NOMINEES)
         self._stream.nominate(layer_index, nominees(self._residencies[layer_index], n))
 
-    def _forget_nominees(self) -> None:
+    def _forget_nominees(self, layer_index: int) -> None:
         """Choose nominees anew, since slots have changed while nothing was computed."""
-        for index in range(len(self.n_slots)):
-            if self._has_nominees(index):
-                self._stream.nominate(index, ())
-                self._to_nominate[index] = None
+        if self._has_nominees(layer_index):
+            self._stream.nominate(layer_index, ())
+            self._to_nominate[layer_index] = None
 
     def _on_ahead(self, layer_index: int, n_selected: int) -> None:
         step = plan_ahead(self._residencies[layer_index], n_selected)
@@ -408,9 +409,10 @@ class Engine(Closing):
         ubatch.
         """
         with self._stream.paused():
-            for residency, limit in zip(self._residencies, limits, strict=True):
-                residency.set_limit(limit)
-            self._forget_nominees()
+            pairs = zip(self._residencies, limits, strict=True)
+            for index, (residency, limit) in enumerate(pairs):
+                if residency.set_limit(limit):
+                    self._forget_nominees(index)
             return self._stream.give_back()
 
     @property

@@ -319,7 +319,7 @@ class Stream(_Handle):
         return _ffi().callback(signature, call, error=failed, onerror=self._keep_outside)
 
     def _keep_failure(self, status: int) -> None:
-        """Keep why a ubatch fails: what on_plan raised, or the native side's own reason."""
+        """Keep why a ubatch fails: what a callback raised, or the native side's own reason."""
         if status != _lib().LH_STATUS_CALLBACK or self.error is None:
             message = _ffi().string(_lib().lh_last_error()).decode(errors="replace")
             self.error = exception_for(status, message, _lib().lh_last_errno())

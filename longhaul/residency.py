@@ -17,9 +17,10 @@ LOOK_AHEAD = 16
 class Residency:
     """Keep the slot table of one layer.
 
-    `slot_of` (n_expert,) and `expert_of` (n_slots,) may be memory that native code reads; -1 stands
-    for none. `last_use` (n_slots,) is stamped by whoever uses the slots, and `n_uses` (n_slots,)
-    counts how often; without it nothing is known to have been used more than anything else.
+    `slot_of` (n_expert,) and `expert_of` (n_slots,) may be memory that native code reads, and in
+    which it empties nominated slots; -1 stands for none. `last_use` (n_slots,) is stamped by who
+    uses the slots, and `n_uses` (n_slots,) counts how often; without it nothing is known to have
+    been used more than anything else.
 
     `backed` (n_expert,) may be set: of experts that are about as cold, those go first for which it
     is not negative. They are in memory too, so that loading them again takes no read.
@@ -56,12 +57,17 @@ class Residency:
         """Free slots that the limit leaves open."""
         return max(self.limit - len(self.expert_of) + len(self.free), 0)
 
-    def set_limit(self, limit: int) -> None:
-        """Have so many slots at most hold an expert: the policy says who leaves."""
+    def set_limit(self, limit: int) -> bool:
+        """Have so many slots at most hold an expert: the policy says who leaves.
+
+        Return whether that changes anything.
+        """
+        is_another = limit != self.limit
         self.limit = limit
         n_occupied = len(self.expert_of) - len(self.free)
         if n_occupied > limit:
             self._empty(self.policy.victims(n_occupied - limit, ()))
+        return is_another or n_occupied > limit
 
     def victims(self, n: int, protected: Collection[int]) -> list[int]:
         """Return n occupied slots outside of `protected`, which holds no other free slots than -1.

@@ -427,6 +427,51 @@ def test_interrupt_while_tokens_are_decoded_never_changes_a_later_result(
     assert n_failed > (0 if name == "evict" else 5)
 
 
+@pytest.mark.parametrize(
+    "names", [("_on_begun",), ("_on_complete",), ("_on_begun", "_on_complete")]
+)
+def test_an_interrupt_between_native_code_and_ours_never_changes_a_later_result(
+    names: tuple[str, ...], tiny: Path
+) -> None:
+    """Where none of our own code is there to catch it, so that nothing is told."""
+    tokens = evaluated_tokens(128, 60)
+    with llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+        wanted = [context.decode([token]) for token in tokens]
+    n_failed = calls = 0
+    real = Engine._changing
+
+    def changing(self: Engine, change: Callable[..., None]) -> Callable[..., None]:
+        call = real(self, change)
+
+        def interrupted(*args: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls % 7 in (0, 1):  # twice in a row
+                raise KeyboardInterrupt
+            call(*args)
+
+        return interrupted if change.__name__ in names else call
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Engine, "_changing", changing)
+        engine = open_engine(read_index(tiny), 3)
+    with engine, llama.Model(tiny) as loaded, llama.Context(loaded) as context:
+        for i, token in enumerate(tokens):
+            for _ in range(20):
+                try:
+                    got = context.decode([token])
+                except DecodeError:
+                    n_failed += 1
+                    engine.take_error()
+                    context.remove_from(i)
+                else:
+                    break
+            assert largest_difference(got, wanted[i]) == 0.0
+            if i % 5 == 0:
+                engine.set_limits([3 - i % 2] * 3)
+    assert n_failed > 5
+
+
 def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows with each miss: whether its slots were nominees, or planned."""
     called: list[str] = []

@@ -154,6 +154,21 @@ def test_threads_that_repack_together_do_not_change_the_result(
     assert (counters.repack_s > 0) == (run.repacked_bytes > 0)
 
 
+@pytest.mark.parametrize("chunk_kib", [4, 8, 12, 20, 64])
+@pytest.mark.parametrize("n_embd", [128, 512])
+def test_pieces_that_are_repacked_by_themselves_do_not_change_the_result(
+    n_embd: int, chunk_kib: int, tmp_path: Path
+) -> None:
+    """Groups of rows that are smaller than a read, of about its size, and larger."""
+    path = write_tiny_moe(
+        tmp_path / "m.gguf", n_embd=n_embd, n_ff=1024, types={"*_exps.*": Type.Q4_0}
+    )
+    recipe = Recipe(n_prompt=24, n_greedy=8, repack=True)
+    run = stream(path, 3, recipe, Config(chunk_bytes=chunk_kib * 1024))
+    assert run.stats.total.n_misses > 50
+    assert largest_difference(run.logits, evaluate(path, recipe).logits) == 0.0
+
+
 def test_without_mmap_the_result_is_the_same(tiny: Path) -> None:
     recipe = Recipe(n_prompt=24, n_greedy=4, n_ubatch=2, use_mmap=False)
     streamed = stream(tiny, 4, recipe)

@@ -105,7 +105,8 @@ typedef struct lh_layer_shape {
     const int32_t * n_stages_device; // [n_expert + 1] the same where slots are on a device
 } lh_layer_shape;
 
-// The slot table of one layer, in lh_live. Both sides read it; stamps are written by the sync op, the rest by the caller of the API.
+// The slot table of one layer, in lh_live. Both sides read it. The sync op writes stamps, and takes out what nominees held; all
+// else is written by the caller of the API.
 typedef struct lh_slot_table {
     int32_t * slot_of;   // [n_expert]  slot that holds the expert, -1: none
     int32_t * expert_of; // [n_slots]   expert in the slot, -1: free
@@ -187,20 +188,21 @@ typedef struct lh_request {
     const int32_t * missing; // [n_missing]  those of the needed that no slot holds
 } lh_request;
 
-// Plan a layer that misses something, and has not enough nominees for it. Called on the computing thread. LH_STATUS_OK promises that
-// lh_stream_load or lh_stream_set_stages was called. Anything else fails the ubatch.
+// Plan a layer that misses something, and has more than two stages or not enough nominees. Called on the computing thread.
+// LH_STATUS_OK promises that lh_stream_load or lh_stream_set_stages was called. Anything else fails the ubatch.
 typedef lh_status (*lh_plan_fn)(void * user_data, const lh_request * request);
-// What a layer misses is being read, and it has no more than two stages: a time to plan what comes. Called on the computing thread.
-// slots [n_missing]: where it is read to, if these were nominees; what they held has left the slot table. Else NULL. Anything but
-// LH_STATUS_OK fails the ubatch.
+// A layer that misses something has no more than two stages, and what can be read now is being read: a time to plan what comes.
+// Called on the computing thread. slots [n_missing]: where it is read to, if these were nominees; what they held has left the slot
+// table. Else NULL. Anything but LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_begun_fn)(void * user_data, const lh_request * request, const int32_t * slots);
 // A layer's ubatch is about to be computed, and all of its reads are under way: lh_stream_load_ahead may be called for this
 // layer, which comes next. Asked only where it has free slots, and more rows are routed than there are experts. Anything but
 // LH_STATUS_OK fails the ubatch.
 typedef lh_status (*lh_ahead_fn)(void * user_data, int32_t layer_index, int64_t n_selected);
-// What lh_stream_load, lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch failed
-// before that, will not be: is_read is false, and the slots hold anything. Told while a later layer is being read, or at the end of the
-// ubatch; of what was loaded ahead, before the layer's plan is asked for. Anything but LH_STATUS_OK fails the ubatch.
+// What on_begun, lh_stream_load, lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch
+// failed before that, will not be: is_read is false, and the slots hold anything. If nothing was named, what the layer's slots hold
+// is not known: the caller forgets it. Told while a later layer is being read, or at the end of the ubatch; of what was loaded ahead,
+// before the layer's plan is asked for. Anything but LH_STATUS_OK fails the ubatch; is_read = false is then told again.
 typedef lh_status (*lh_complete_fn)(void * user_data, int32_t layer_index, bool is_read);
 // The running ubatch fails with this status, and lh_last_error() says why. Called on the computing thread, once a ubatch.
 typedef void (*lh_failure_fn)(void * user_data, lh_status status);
@@ -304,8 +306,9 @@ LH_API lh_status lh_stream_load(lh_stream * stream, int32_t layer_index, const l
 LH_API lh_status lh_stream_load_ahead(lh_stream * stream, int32_t layer_index, const lh_load * loads, int32_t n_loads);
 
 // Name the slots that what a layer misses next is read to without asking, in this order: free ones, or those whose expert may leave.
-// Slots of what is needed at that time are passed over. The list is forgotten when it is used, and from the first slot on that a
-// ubatch uses before, or that holds another expert by then. To be called from a callback, or while paused.
+// Slots of what is needed at that time are passed over. The list is forgotten when the layer misses something, and from the first slot
+// on that is used before, or that holds another expert by then. Not for layers with a tier. To be called from a callback, or while
+// paused.
 LH_API lh_status lh_stream_nominate(lh_stream * stream, int32_t layer_index, const int32_t * slots, int32_t n_slots);
 
 typedef struct lh_place {

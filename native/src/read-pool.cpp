@@ -211,8 +211,8 @@ static lh_file_mode probe_uncached(read_file & file) {
 }
 
 // Threads that sleep and are woken together may end up on one processor, where they compute in turn until the system notices, some
-// milliseconds later: whoever finds another one there goes elsewhere.
-void crew::leave(int ith) {
+// milliseconds later: whoever finds another one there goes elsewhere, once, and may go where it might before.
+void crew::leave([[maybe_unused]] int ith) {
 #if defined(__linux__)
     const int here = sched_getcpu();
     cpu[ith].store(here, std::memory_order_relaxed);

@@ -85,8 +85,8 @@ static int64_t give_back_pages(uint8_t * memory, int64_t size) {
     return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0 ? last - first : 0;
 }
 
-// The pieces of a slice that is read from offset to be repacked. Most are cut between rows that are interleaved, so that each can be
-// repacked as soon as it is there.
+// The pieces of a slice that is read from offset to be repacked. If chunks are large enough they are cut between groups of rows that
+// are interleaved, so that each piece can be repacked as soon as it is there.
 static std::vector<piece> split_rows(int64_t offset, int64_t slice_bytes, int64_t row_bytes, int64_t chunk_bytes) {
     const int64_t unit_bytes = repack_rows * row_bytes;
     if (unit_bytes > chunk_bytes) {
@@ -218,6 +218,7 @@ void lh_stream::reset_tables() {
         layer.is_quiet       = true;
         layer.order.clear();
         layer.nominees.clear();
+        layer.is_untold = false;
         layer.tier_of.assign(layer.n_tier, -1);
     }
     empty_tables();
@@ -577,10 +578,9 @@ void lh_stream::drop(lh::stream_layer & layer) {
     }
     layer.plan.is_active    = false;
     layer.plan.is_completed = false;
-    layer.is_untold         = false;
     layer.ahead.reset();
     if (is_changed) {
-        on_complete(user_data, layer.index, false);
+        layer.is_untold = on_complete(user_data, layer.index, false) != LH_STATUS_OK;
     }
 }
 
@@ -591,7 +591,9 @@ void lh_stream::settle(lh::stream_layer & layer) {
         for (const lh_place & load : layer.plan.loads) {
             layer.enter_tier(lh::load_of(load));
         }
+        layer.is_untold = true;
         report_complete(layer);
+        layer.is_untold = false;
     }
     stamp(layer);
 }

@@ -128,7 +128,7 @@ struct stream_layer {
     std::unique_ptr<read_batch> ahead;        // reads that were started before the router spoke
     std::vector<lh_load>        ahead_loads;
     std::vector<nominee>        nominees;     // the first to be taken first
-    bool                        is_untold = false; // experts have left the table, which on_begun has not heard of
+    bool                        is_untold = false; // the caller may think that slots hold what they do not
 
     void enter_tier(const lh_load & load);
     void leave_tier(const lh_load & load);

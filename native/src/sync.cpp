@@ -76,7 +76,7 @@ void lh_stream::request_plan(lh::stream_layer & layer) {
 }
 
 // Gives what is missing the slots that were named for it, so that reading begins before anything is planned; false: they do not
-// suffice, and nothing was changed.
+// suffice, and the slots are what they were. Either way they are nominees no longer.
 bool lh_stream::take_nominees(lh::stream_layer & layer) {
     const lh_slot_table & table = layer.table;
     layer.taken.clear();
@@ -293,6 +293,13 @@ void lh_stream::fill_harmless(const lh::sync_point & point, ggml_tensor * dst) c
 
 // The first sync of a layer: finds out what is needed and has it planned, unless all of it is there.
 void lh_stream::begin_layer(lh::stream_layer & layer, const ggml_tensor * ids) {
+    if (layer.is_untold) { // a signal's exception struck where it was to be told
+        const lh_status status = on_complete(user_data, layer.index, false);
+        if (status != LH_STATUS_OK) {
+            throw lh::error(status, "layer " + std::to_string(layer.layer) + ": what its slots hold is not known");
+        }
+        layer.is_untold = false;
+    }
     settle_ahead(layer);
     collect(layer, ids);
     if (trace.is_open()) {
