@@ -11,7 +11,7 @@ streaming run without repacking has to give the same logits as the mmap run.
 If fio is installed, it reads the same file with the same block size and depth right before and
 after each streaming run: its rate is held against the run's, and is the disk's rate for a second
 roofline. The first one, "own", is by the rate at which the run itself read, which is the higher bar
-where that is more than fio's: slices of an expert are read one behind the other, fio's blocks are
+where that is more than fio's: the pieces of a slice lie one behind the other, fio's blocks are
 anywhere.
 
 Other programs take part with --other NAME=COMMAND, run under the same limit; {model}, {n_gen} and

@@ -329,9 +329,5 @@ def _by_pool(costs: Sequence[Mapping[str, int]], counts: Sequence[int]) -> dict[
     return found
 
 
-def _times(costs: Sequence[Mapping[str, int]], counts: Sequence[int]) -> list[int]:
-    return [count * sum(cost.values()) for cost, count in zip(costs, counts, strict=True)]
-
-
 def _n_layers(costs: Sequence[Mapping[str, int]], pool: str) -> int:
     return sum(pool in cost for cost in costs)

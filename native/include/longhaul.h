@@ -105,8 +105,8 @@ typedef struct lh_layer_shape {
     const int32_t * n_stages_device; // [n_expert + 1] the same where slots are on a device
 } lh_layer_shape;
 
-// The slot table of one layer, in lh_live. Both sides read it. The sync op writes stamps, and takes out what nominees held; all
-// else is written by the caller of the API.
+// The slot table of one layer, in lh_live. Both sides read it. The sync op counts and stamps uses, and takes out what nominees held;
+// who is in which slot is otherwise written by the caller of the API.
 typedef struct lh_slot_table {
     int32_t * slot_of;   // [n_expert]  slot that holds the expert, -1: none
     int32_t * expert_of; // [n_slots]   expert in the slot, -1: free
@@ -202,7 +202,7 @@ typedef lh_status (*lh_ahead_fn)(void * user_data, int32_t layer_index, int64_t 
 // What on_begun, lh_stream_load, lh_stream_set_stages or lh_stream_load_ahead named has been read into its slots; or, when the ubatch
 // failed before that, will not be: is_read is false, and the slots hold anything. If nothing was named, what the layer's slots hold
 // is not known: the caller forgets it. Told while a later layer is being read, or at the end of the ubatch; of what was loaded ahead,
-// before the layer's plan is asked for. Anything but LH_STATUS_OK fails the ubatch; is_read = false is then told again.
+// before the layer's plan is asked for. Anything but LH_STATUS_OK fails the ubatch if it goes on; is_read = false is then told again.
 typedef lh_status (*lh_complete_fn)(void * user_data, int32_t layer_index, bool is_read);
 // The running ubatch fails with this status, and lh_last_error() says why. Called on the computing thread, once a ubatch.
 typedef void (*lh_failure_fn)(void * user_data, lh_status status);

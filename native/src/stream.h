@@ -128,7 +128,7 @@ struct stream_layer {
     std::unique_ptr<read_batch> ahead;        // reads that were started before the router spoke
     std::vector<lh_load>        ahead_loads;
     std::vector<nominee>        nominees;     // the first to be taken first
-    bool                        is_untold = false; // the caller may think that slots hold what they do not
+    bool                        is_untold = false; // the caller need not know what slots hold
 
     void enter_tier(const lh_load & load);
     void leave_tier(const lh_load & load);

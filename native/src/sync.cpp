@@ -153,7 +153,8 @@ void lh_stream::stamp(lh::stream_layer & layer) {
 void lh_stream::ask_ahead(const lh::stream_layer & layer, int64_t n_selected) {
     const size_t next = static_cast<size_t>(layer.index) + 1;
     // the last layer computes only the rows whose output is wanted, so what it wants is not known from the others
-    if (next + 1 >= layers.size() || n_selected <= layers[next].n_expert || !layers[next].is_quiet) {
+    if (next + 1 >= layers.size() || n_selected <= layers[next].n_expert || !layers[next].is_quiet ||
+        layers[next].is_untold) {
         return;
     }
     const int32_t * expert_of = layers[next].table.expert_of;
@@ -184,7 +185,9 @@ void lh_stream::settle_ahead(lh::stream_layer & layer) {
         for (const lh_load & load : layer.ahead_loads) {
             layer.enter_tier(load);
         }
+        layer.is_untold = true;
         report_complete(layer);
+        layer.is_untold = false;
         live->counters[phase].wait_us += lh::now_us() - start_us;
     }
 }
