@@ -116,6 +116,22 @@ def test_architecture_streams_exactly_where_all_rows_are_computed(
     assert_exact(arch_model(arch), replace(recipe, placement=placement))
 
 
+def test_where_all_rows_are_computed_a_line_says_what_that_means(
+    small: Path, other_worker: str, one_device: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    llama.route_log()
+    for device, n_slots, is_said in (
+        (other_worker, 4, True),
+        (other_worker, 8, False),
+        (one_device[0], 4, not skips_rows(one_device[0])),
+    ):
+        caplog.clear()
+        placement = Placement((device,), ALL_LAYERS)
+        assert stream(small, n_slots, replace(FEW, placement=placement)).logits.size > 0
+        text = "computes all rows in each stage"
+        assert any(text in message for message in caplog.messages) == is_said
+
+
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K, Type.Q4_0], ids=lambda kind: kind.name)
 def test_types_whose_kernels_go_by_the_rows_of_an_expert_stream_exactly(
     kind: Type, one_device: tuple[str, ...], tmp_path: Path

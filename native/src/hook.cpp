@@ -119,6 +119,16 @@ static bool hook_bind(void * handle, ggml_tensor * slots) {
     return status == LH_STATUS_OK;
 }
 
+// Whether a layer's stages compute rows that are not theirs, in slots that may be in use.
+static bool computes_all_rows(const stream_layer & layer) {
+    return layer.n_slots < layer.n_expert && std::any_of(
+                                                 layer.tensors.begin(), layer.tensors.end(),
+                                                 [](const expert_tensor & tensor) {
+                                                     return tensor.slots && is_on_device(tensor.kind) &&
+                                                            tensor.traits.n_tokens_skipping == INT64_MAX;
+                                                 });
+}
+
 // Says where the slots are, and how experts get there.
 static void log_slots(const lh_stream & stream) {
     std::map<std::string, int64_t> n_bytes;
@@ -134,6 +144,11 @@ static void log_slots(const lh_stream & stream) {
                 n_bytes[where + ")"] += ggml_nbytes(tensor.slots);
             }
         }
+    }
+    if (std::any_of(stream.layers.begin(), stream.layers.end(), computes_all_rows)) {
+        log_line(GGML_LOG_LEVEL_WARN,
+                 "a device computes all rows in each stage of a prompt that needs more experts than there are slots: "
+                 "where its kernels go by the number of rows, the last bits need not be the resident run's");
     }
     bool wants_locked = false;
     for (const stream_layer & layer : stream.layers) {
