@@ -87,7 +87,7 @@ def by_device(**sizes: int) -> Config:
 # --- sharing --------------------------------------------------------------------------------------
 
 
-def test_layers_of_one_pool_are_shared_as_without_devices() -> None:
+def test_one_room_limits_as_a_total_does() -> None:
     costs = [{CPU: layer.expert_bytes} for layer in MODEL.layers]
     for budget_mib in (8, 9, 23, 64, 127, 128, 500):
         shared = share_slots(MODEL.layers, costs, {CPU: budget_mib * MIB}, one_slot)
