@@ -9,9 +9,9 @@ The round trip of a miss:
    the slot table, starts to read, and only then calls `Engine._on_begun` on the computing thread,
    which enters that on this side, and chooses new nominees for layers that have used theirs.
 3. Where there are not enough nominees, and always for more than two stages, it calls
-   `Engine._on_plan` before anything is read. The
-   planner says which victims leave, which slots the missing experts get and, where the ubatch
-   selects more experts than there are slots, in which stage each is computed. It changes nothing.
+   `Engine._on_plan` before anything is read. The planner says which victims leave, which slots the
+   missing experts get and, where the ubatch selects more experts than there are slots, in which
+   stage each is computed. It changes nothing.
 4. The victims leave the slot table, since their bytes are about to be overwritten.
 5. `Stream.load`, or `Stream.set_stages` where experts take turns in the slots, hands the plan over.
    The native side reads one stage while another is computed, and `_on_complete` enters what is
