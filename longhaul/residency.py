@@ -91,6 +91,10 @@ class Residency:
         for slot in slots:
             self.slot_of[self.expert_of[slot]] = -1
             self.expert_of[slot] = -1
+        self._release(slots)
+
+    def _release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             self.policy.remove(slot)
             self.free.append(slot)
 
@@ -98,9 +102,7 @@ class Residency:
         """Take note that these slots, nominees, were taken out of the table; return the victims."""
         free = set(self.free)
         victims = tuple(slot for slot in slots if slot not in free)
-        for slot in victims:
-            self.policy.remove(slot)
-        self.free += victims
+        self._release(victims)
         return victims
 
     def apply(self, plan: "Plan") -> None:
